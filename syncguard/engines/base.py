@@ -1,0 +1,133 @@
+"""The adapter protocol: the few things that an agent asks of an inference engine.
+
+Adapters are synchronous and may be called from one thread at a time. Each call answers from the *live* engine; nothing
+is cached but layouts, which are named by their fingerprint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from syncguard.layout.model import RankIdentity, RankLayout
+from syncguard.manifest.model import RankObservation
+
+
+@dataclass(frozen=True, slots=True)
+class RankStatus:
+    """The cheap part of an observation, for polling.
+
+    Attributes:
+        rank: The rank.
+        incarnation: Identity of the rank's process.
+        epoch: Finished weight updates since its start.
+        updating: An update session is open.
+        probe_version: Version of syncguard in the rank.
+    """
+
+    rank: RankIdentity
+    incarnation: str
+    epoch: int
+    updating: bool
+    probe_version: str
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStatus:
+    """What a worker says of itself at one moment.
+
+    Attributes:
+        engine: Name and version, `sglang 0.5.23`.
+        model: Model path or name.
+        weight_version_label: The engine's own label: a claim, not evidence.
+        expected_ranks: Ranks that the engine says it has.
+        ranks: Ranks that answered.
+        vocab_size: Size of the vocabulary, 0 when the engine does not say.
+    """
+
+    engine: str
+    model: str
+    weight_version_label: str
+    expected_ranks: int
+    ranks: tuple[RankStatus, ...]
+    vocab_size: int = 0
+
+    @property
+    def fence(self) -> tuple[tuple[RankIdentity, str, int, bool], ...]:
+        """What must be equal before and after a reading for it to be of one state."""
+        return tuple(sorted((r.rank, r.incarnation, r.epoch, r.updating) for r in self.ranks))
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """One generated response with the scores recorded while generating (A).
+
+    Attributes:
+        response_ids: Token ids of the response.
+        logprobs_nats: Raw model log-probability of each, in nats.
+        weight_version_label: Label that the engine attached.
+        settings: Sampling settings as sent.
+    """
+
+    response_ids: tuple[int, ...]
+    logprobs_nats: tuple[float, ...]
+    weight_version_label: str = ""
+    settings: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Scoring:
+    """Prefill scores of a given response (B).
+
+    Attributes:
+        response_ids: Ids as the engine returned them; the caller compares them with the saved ones.
+        logprobs_nats: Log-probability of each response token, in nats.
+        cached_tokens: Prompt tokens that came from the prefix cache, -1 when the engine does not say.
+    """
+
+    response_ids: tuple[int, ...]
+    logprobs_nats: tuple[float, ...]
+    cached_tokens: int = -1
+
+
+@dataclass(frozen=True, slots=True)
+class FlushResult:
+    """Whether the engine confirmed that its prefix cache is empty.
+
+    Attributes:
+        confirmed: The engine said so.
+        detail: Its words.
+    """
+
+    confirmed: bool
+    detail: str
+
+
+class EngineAdapter(Protocol):
+    """One rollout worker.
+
+    Every method raises `EngineError` when the engine refuses or breaks, `UnreachableError` when it does not answer,
+    `UnsupportedError` when its probe is missing, and `SpecVersionError` when the probe speaks another version.
+    """
+
+    def status(self) -> EngineStatus:
+        """Return identity, update epoch and label of every rank; cheap enough to poll each second."""
+
+    def layouts(self) -> Sequence[RankLayout]:
+        """Return the layout of every rank, read from the live layers."""
+
+    def observe(self, key_seed: bytes) -> Sequence[RankObservation]:
+        """Digest every rank's resident memory under a key seed."""
+
+    def flush(self) -> FlushResult:
+        """Empty the prefix cache and say whether the engine confirmed it."""
+
+    def generate(self, prompt_ids: Sequence[int], *, max_new_tokens: int, seed: int) -> Generation:
+        """Generate one response at temperature 1 with no filter, recording A."""
+
+    def score(self, input_ids: Sequence[int], *, prompt_length: int) -> Scoring:
+        """Score a saved response by prefill; no new tokens."""
+
+    def close(self) -> None:
+        """Release connections; the engine itself goes on."""
