@@ -1,0 +1,1 @@
+"""Generated protobuf and gRPC code; made by scripts/gen-protos, never edited."""
