@@ -1,0 +1,285 @@
+"""What every engine rank runs to show what it holds: walk the live model, digest it in place, answer in numbers.
+
+Shared by the embedded engine and the SGLang plugin. Tensors are duck-typed (`data_ptr`, `shape`, `detach`): torch is
+used where the engine has it, never imported here. All calls come from the thread that also applies weight updates.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from dataclasses import dataclass, field
+from importlib import metadata
+from typing import TYPE_CHECKING, Any, Final
+
+from syncguard.digest import ALGORITHM, DigestJob, PartialDigest, engine_for
+from syncguard.engines.base import RankStatus
+from syncguard.errors import ObservationRacedError
+from syncguard.layout.derived import check_derived
+from syncguard.layout.ops import apply_ops
+from syncguard.layout.walk import walk_model
+from syncguard.manifest.model import CheckResult, RankObservation
+from syncguard.spec import Box, dtype_named
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from syncguard.layout.model import Padding, RankIdentity, RankLayout
+
+_PLAIN: Final = (bool, int, str, type(None))
+_LAYOUTS_KEPT: Final = 4
+
+
+def probe_version() -> str:
+    """Return the version of the installed syncguard, `uninstalled` when run from a source tree without metadata."""
+    try:
+        return metadata.version("syncguard")
+    except metadata.PackageNotFoundError:
+        return "uninstalled"
+
+
+@dataclass(slots=True)
+class _Bound:
+    """A layout with the live tensors it was read from, and the views that its claims lead to."""
+
+    layout: RankLayout
+    tensors: Mapping[str, Any]
+    jobs: list[DigestJob] = field(default_factory=list)
+    binding_job: list[int] = field(default_factory=list)
+    padding_job: list[int] = field(default_factory=list)
+    read_bytes: int = 0
+
+
+class RankProbe:
+    """Observes one rank of an engine, from inside its process.
+
+    Args:
+        rank: Which rank this is, by its own process groups.
+        get_model: Returns the live model; called at each use, since engines may replace it.
+
+    Attributes:
+        incarnation: Random identity of this process's rank; a restarted rank makes another probe.
+    """
+
+    def __init__(self, rank: RankIdentity, get_model: Callable[[], Any]) -> None:
+        """Start at epoch 0 under a fresh incarnation."""
+        self.rank = rank
+        self.incarnation = secrets.token_hex(8)
+        self._get_model = get_model
+        self._version = probe_version()
+        self._epoch = 0
+        self._open_updates = 0
+        self._bound: dict[tuple[Any, ...], _Bound] = {}
+        self._places: tuple[Any, ...] = ()
+        self._addresses: dict[str, int] = {}
+
+    def update_started(self) -> None:
+        """Note that weights may change from now on; calls nest (a session and the transfers inside it)."""
+        self._open_updates += 1
+
+    def update_finished(self) -> None:
+        """Note that the innermost update ended, well or not; each call is a new epoch.
+
+        A call without a start (an update seen only afterwards) counts as an update too.
+        """
+        self._open_updates = max(0, self._open_updates - 1)
+        self._epoch += 1
+        if not self._open_updates and self._bound and _signature(self._get_model())[1] != self._places:
+            self._bound.clear()
+
+    def status(self) -> RankStatus:
+        """Return the cheap part of an observation."""
+        return RankStatus(
+            rank=self.rank,
+            incarnation=self.incarnation,
+            epoch=self._epoch,
+            updating=self._open_updates > 0,
+            probe_version=self._version,
+        )
+
+    def layout(self) -> RankLayout:
+        """Return the sealed layout of the live model, walked again when storages or layers changed.
+
+        Raises:
+            UnsupportedError: The model cannot be walked at all; single layers without a rule are `unbound` instead.
+        """
+        return self._bind().layout
+
+    def observe(self, key_seed: bytes) -> RankObservation:
+        """Digest all resident memory of the rank in place.
+
+        Args:
+            key_seed: Key seed of the digest, 16 to 1024 bytes.
+
+        Raises:
+            DigestInputError: The key seed, or a view, cannot be digested.
+            ObservationRacedError: An update started or finished meanwhile (an engine with other threads).
+        """
+        start = time.perf_counter()
+        before = self.status()
+        bound = self._bind()
+        partials = _digest(bound.jobs, key_seed)
+        paddings = tuple(
+            _padding_result(claim, bound.jobs[job].view, partials[job])
+            for claim, job in zip(bound.layout.paddings, bound.padding_job, strict=True)
+        )
+        derived = tuple(check_result(claim, bound.tensors) for claim in bound.layout.derived)
+        moved = self._moved(bound.tensors)
+        if self.status() != before:
+            raise ObservationRacedError(
+                "weights changed while they were read",
+                expected=f"epoch {before.epoch}",
+                found=f"epoch {self._epoch}",
+                where=self.rank,
+                todo="observe again",
+            )
+        return RankObservation(
+            rank=self.rank,
+            incarnation=self.incarnation,
+            epoch=self._epoch,
+            updating=before.updating,
+            layout_fingerprint=bound.layout.fingerprint,
+            algorithm=ALGORITHM,
+            key_seed_hex=key_seed.hex(),
+            partials=tuple(partials[job] for job in bound.binding_job),
+            paddings=paddings,
+            derived=derived,
+            moved=moved,
+            read_bytes=bound.read_bytes,
+            duration_s=time.perf_counter() - start,
+            probe_version=self._version,
+        )
+
+    def _bind(self) -> _Bound:
+        model = self._get_model()
+        settings, places = _signature(model)
+        if places != self._places:
+            # Views keep storages alive: an engine that replaced its tensors must not pay for both.
+            self._bound.clear()
+            self._places = places
+        bound = self._bound.get(settings)
+        if bound is None:
+            layout, tensors = walk_model(model, rank=self.rank, architecture=type(model).__name__)
+            bound = _bound(layout if layout.fingerprint else layout.sealed(), tensors)
+            if len(self._bound) >= _LAYOUTS_KEPT:
+                self._bound.clear()
+            self._bound[settings] = bound
+        return bound
+
+    def _moved(self, tensors: Mapping[str, Any]) -> tuple[str, ...]:
+        addresses = {name: int(tensor.data_ptr()) for name, tensor in tensors.items()}
+        moved = tuple(sorted(n for n, a in addresses.items() if n in self._addresses and self._addresses[n] != a))
+        self._addresses = addresses
+        return moved
+
+
+def _signature(model: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """Return all that a layout depends on: layer classes with their plain settings, and every tensor's place and form.
+
+    Storage addresses are among the places, so views made from a layout are never older than the storage they read.
+    """
+    settings: list[Any] = []
+    places: list[Any] = []
+    for name, module in model.named_modules():
+        settings += (name, type(module))
+        for members in (module.__dict__, module._parameters, module._buffers):  # noqa: SLF001 - torch's own registries
+            for key, value in members.items():
+                if isinstance(value, _PLAIN):
+                    settings += (key, value)
+                elif isinstance(value, list | tuple):
+                    settings += (key, tuple(item for item in value if isinstance(item, _PLAIN)))
+                elif hasattr(value, "data_ptr"):
+                    places += (name, key, value.data_ptr(), value.shape, value.stride(), value.dtype)
+    return tuple(settings), tuple(places)
+
+
+def _bound(layout: RankLayout, tensors: Mapping[str, Any]) -> _Bound:
+    """Make the digest jobs of a layout; claims on the same elements at the same place share one job."""
+    bound = _Bound(layout, tensors)
+    roots = {resident.name: resident.alias_of or resident.name for resident in layout.residents}
+    dtypes = {resident.name: resident.dtype for resident in layout.residents}
+    seen: dict[Any, int] = {}
+
+    def job(key: Any, make: Callable[[], DigestJob]) -> int:
+        if key not in seen:
+            made = make()
+            seen[key] = len(bound.jobs)
+            bound.jobs.append(made)
+            bound.read_bytes += made.box.count * made.dtype.itemsize_bytes
+        return seen[key]
+
+    for binding in layout.bindings:
+        tensor, box = binding.shard.tensor, binding.shard.box
+        bound.binding_job.append(
+            job(
+                (roots[binding.resident], binding.ops, tensor.dtype, tensor.shape, box),
+                lambda b=binding, t=tensor, x=box: DigestJob(  # type: ignore[misc]
+                    _view(tensors[b.resident], b.ops), dtype_named(t.dtype), t.shape, x, t.fqn
+                ),
+            )
+        )
+    for padding in layout.paddings:
+        view = _view(tensors[padding.resident], padding.ops)
+        shape = tuple(int(n) for n in view.shape)
+        dtype = dtype_named(dtypes[padding.resident])
+        bound.padding_job.append(
+            job(
+                ("padding", roots[padding.resident], padding.ops),
+                lambda v=view, d=dtype, s=shape, p=padding: DigestJob(v, d, s, Box.whole(s), p.resident),  # type: ignore[misc]
+            )
+        )
+    return bound
+
+
+def _view(tensor: Any, ops: tuple[Any, ...]) -> Any:
+    return apply_ops(tensor.detach() if hasattr(tensor, "detach") else tensor, ops)
+
+
+def _digest(jobs: Sequence[DigestJob], key_seed: bytes) -> list[PartialDigest]:
+    """Digest all jobs, one batch a device type."""
+    by_device: dict[str, list[int]] = {}
+    for index, job in enumerate(jobs):
+        device = getattr(getattr(job.view, "device", None), "type", "cpu")
+        by_device.setdefault(device, []).append(index)
+    results: list[PartialDigest] = [PartialDigest.zero()] * len(jobs)
+    for device, indices in by_device.items():
+        partials = engine_for(device).partials([jobs[i] for i in indices], key_seed=key_seed)
+        for index, partial in zip(indices, partials, strict=True):
+            results[index] = partial
+    return results
+
+
+def _padding_result(claim: Padding, view: Any, partial: PartialDigest) -> CheckResult:
+    """Judge a must-be-constant view.
+
+    All bytes are zero exactly when the keyed sum is zero, up to the collision bound of the digest; bytes are counted
+    only where it is not, or where another value is due.
+    """
+    if claim.value_byte == 0 and partial.data == 0:
+        return CheckResult(ok=True)
+    wrong = _bytes_unlike(view, claim.value_byte)
+    if not wrong:
+        return CheckResult(ok=claim.value_byte != 0, detail="" if claim.value_byte else "changed while it was read")
+    return CheckResult(ok=False, wrong_count=len(wrong), detail=f"first at {wrong[0]}")
+
+
+def _bytes_unlike(view: Any, value_byte: int) -> list[tuple[int, ...]]:
+    """Return the indices of elements with a byte that is not `value_byte`."""
+    import numpy as np
+
+    if hasattr(view, "detach"):
+        import torch
+
+        view = view.detach().contiguous().cpu()
+        itemsize = view.element_size()
+        raw = view.reshape(-1).view(torch.uint8).numpy()
+    else:
+        itemsize = view.dtype.itemsize
+        raw = np.ascontiguousarray(view).reshape(-1).view(np.uint8)
+    wrong = np.flatnonzero((raw.reshape(-1, itemsize) != value_byte).any(axis=1))
+    return [tuple(int(i) for i in np.unravel_index(w, tuple(view.shape))) for w in wrong.tolist()]
+
+
+def check_result(claim: Any, tensors: Mapping[str, Any]) -> CheckResult:
+    """Check one derived-state claim against the live tensors; a check that breaks is a failed check."""
+    return check_derived(claim, tensors)
