@@ -6,7 +6,7 @@ closed set (`layout.ops`) that the in-rank probe applies to the live storage.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from hashlib import blake2b
 from typing import TYPE_CHECKING
@@ -14,13 +14,14 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from syncguard.layout.ops import Narrow, Select, Transpose, Unflatten, ViewOp
-from syncguard.spec import Box
+from syncguard.spec import Box  # noqa: TC001 - msgspec resolves annotations at run time
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 __all__ = [
     "Binding",
+    "BindingSource",
     "CanonicalForm",
     "Derived",
     "Exempt",
@@ -226,31 +227,10 @@ class RankLayout:
 
     def sealed(self) -> RankLayout:
         """Return the layout with its fingerprint: 128-bit BLAKE2b of its canonical msgpack bytes, in hex."""
-        bare = _bare(self)
-        digest = blake2b(msgspec.msgpack.encode(bare), digest_size=16).hexdigest()
-        return RankLayout(
-            *(getattr(self, name) for name in _FIELDS),
-            fingerprint=digest,
-        )
+        bare = replace(self, fingerprint="")
+        return replace(self, fingerprint=blake2b(msgspec.msgpack.encode(bare), digest_size=16).hexdigest())
 
     def shards(self) -> Iterator[Shard]:
         """Yield the bound shards in binding order."""
         for binding in self.bindings:
             yield binding.shard
-
-
-_FIELDS = (
-    "rank",
-    "architecture",
-    "residents",
-    "bindings",
-    "paddings",
-    "derived",
-    "exempt",
-    "unbound",
-    "uncovered",
-)
-
-
-def _bare(layout: RankLayout) -> RankLayout:
-    return RankLayout(*(getattr(layout, name) for name in _FIELDS))

@@ -1,0 +1,277 @@
+"""Proof that claims cover tensors exactly once: no element unclaimed, none claimed twice.
+
+Pure arithmetic on boxes. A set of boxes is split along planes that cut none of them, so that thousands of experts cost
+one sort and not a comparison of all pairs; only boxes that overlap, or interlock like a pinwheel, are cut.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+from syncguard.layout.ops import shape_after
+from syncguard.layout.regions import UnprovableRegionError, regions_of
+from syncguard.spec import Box
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from syncguard.layout.model import RankLayout, ResidentTensor
+    from syncguard.layout.ops import ViewOp
+
+MAX_NAMED = 8
+"""Problems named per tensor; more would only hide the first."""
+
+
+class ProblemKind(str, Enum):
+    """What is wrong with the claims on a resident tensor."""
+
+    HOLE = "hole"
+    """Elements that no claim covers."""
+    OVERLAP = "overlap"
+    """Elements that two claims cover."""
+    UNKNOWN_RESIDENT = "unknown_resident"
+    """A claim names a tensor that the rank does not hold."""
+    EMPTY_RESIDENT = "empty_resident"
+    """The tensor has no element (repacked and dropped by the engine), so an equal digest would show nothing."""
+    BAD_VIEW = "bad_view"
+    """The view does not fit the resident tensor, or does not have the sizes of the box."""
+    UNPROVABLE = "unprovable"
+    """The view is outside what this proof can express; treated as not covered."""
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class ResidentProblem:
+    """A resident tensor whose elements are not each claimed exactly once.
+
+    Attributes:
+        resident: Name of the resident tensor.
+        kind: What is wrong.
+        detail: The box, and the claims that meet there.
+    """
+
+    resident: str
+    kind: ProblemKind
+    detail: str
+
+    def __str__(self) -> str:
+        """Return one line."""
+        return f"{self.resident}: {self.kind.value}: {self.detail}"
+
+
+@dataclass(frozen=True, slots=True)
+class _Claim:
+    ops: tuple[ViewOp, ...]
+    label: str
+    sizes: tuple[int, ...] | None = None
+
+
+def partition_problems(shape: tuple[int, ...], boxes: Sequence[Box]) -> tuple[str, ...]:
+    """Say where boxes fail to tile a tensor; empty when they cover each element exactly once.
+
+    Equal boxes of replicas must be merged by the caller: here they are an overlap. Empty boxes cover nothing and are
+    ignored if they lie inside.
+
+    Args:
+        shape: Full shape in elements.
+        boxes: The boxes that are held, in any order.
+
+    Returns:
+        At most `MAX_NAMED` lines such as `hole [0:1, 4:8)`, each naming its boxes.
+    """
+    problems = [f"outside {shape}: box {box}" for box in boxes if not box.inside(shape)][:MAX_NAMED]
+    if problems:
+        return tuple(problems)
+    whole = Box.whole(shape)
+    named = [(box, str(box)) for box in boxes if box.count]
+    return tuple(f"{kind.value} {text}" for kind, text in _tiling(whole, named))
+
+
+def resident_problems(layout: RankLayout) -> tuple[ResidentProblem, ...]:
+    """Say which resident tensors are not claimed exactly once, element by element.
+
+    A claim is a binding that is not an alias, a padding, or a derived, exempt or unbound entry (these three claim the
+    whole tensor). Residents that alias another one need no claim. Whether something is unbound is a question of its own.
+
+    Args:
+        layout: What one rank holds.
+
+    Returns:
+        Problems sorted by resident name; empty when the proof succeeds.
+    """
+    residents = {resident.name: resident for resident in layout.residents}
+    claims: dict[str, list[_Claim]] = {name: [] for name in residents}
+    problems: list[ResidentProblem] = []
+    for name, claim in _claims(layout):
+        if name in claims:
+            claims[name].append(claim)
+        else:
+            problems.append(ResidentProblem(name, ProblemKind.UNKNOWN_RESIDENT, f"claimed by {claim.label}"))
+    problems += _alias_problems(layout, residents)
+    for name, resident in residents.items():
+        if not resident.alias_of:
+            problems += _claims_problems(resident, claims[name])
+    return tuple(sorted(problems))
+
+
+def _claims(layout: RankLayout) -> Iterable[tuple[str, _Claim]]:
+    for binding in layout.bindings:
+        if not binding.alias:
+            yield (
+                binding.resident,
+                _Claim(binding.ops, f"{binding.shard.tensor.fqn}{binding.shard.box}", binding.shard.box.sizes),
+            )
+    for padding in layout.paddings:
+        yield padding.resident, _Claim(padding.ops, f"padding ({padding.reason})")
+    for derived in layout.derived:
+        yield derived.resident, _Claim((), f"derived by {derived.rule}")
+    for exempt in layout.exempt:
+        yield exempt.resident, _Claim((), "exempt")
+    for unbound in layout.unbound:
+        if unbound.resident:
+            yield unbound.resident, _Claim((), "unbound")
+
+
+def _alias_problems(layout: RankLayout, residents: dict[str, ResidentTensor]) -> Iterable[ResidentProblem]:
+    for binding in layout.bindings:
+        resident = residents.get(binding.resident)
+        if not binding.alias:
+            continue
+        if resident is None:
+            yield ResidentProblem(binding.resident, ProblemKind.UNKNOWN_RESIDENT, f"alias {binding.shard.tensor.fqn}")
+        elif _view_problem(resident.shape, binding.ops, binding.shard.box.sizes):
+            yield ResidentProblem(
+                binding.resident,
+                ProblemKind.BAD_VIEW,
+                f"alias {binding.shard.tensor.fqn}: {_view_problem(resident.shape, binding.ops, binding.shard.box.sizes)}",
+            )
+        elif not binding.shard.box.inside(binding.shard.tensor.shape):
+            yield ResidentProblem(binding.resident, ProblemKind.BAD_VIEW, f"box outside {binding.shard.tensor.shape}")
+    for resident in residents.values():
+        if resident.alias_of and resident.alias_of not in residents:
+            yield ResidentProblem(
+                resident.name, ProblemKind.UNKNOWN_RESIDENT, f"aliases {resident.alias_of}, which is not there"
+            )
+    for binding in layout.bindings:
+        if not binding.alias and not binding.shard.box.inside(binding.shard.tensor.shape):
+            yield ResidentProblem(
+                binding.resident,
+                ProblemKind.BAD_VIEW,
+                f"box {binding.shard.box} is outside {binding.shard.tensor.fqn} {binding.shard.tensor.shape}",
+            )
+
+
+def _claims_problems(resident: ResidentTensor, claims: list[_Claim]) -> list[ResidentProblem]:
+    name = resident.name
+    if Box.whole(resident.shape).count == 0:
+        if any(claim.label in {"unbound", "exempt"} for claim in claims):
+            return []
+        held = ", ".join(claim.label for claim in claims[:MAX_NAMED]) or "nothing"
+        return [ResidentProblem(name, ProblemKind.EMPTY_RESIDENT, f"shape {resident.shape}, claimed by {held}")]
+    for claim in claims:
+        wrong = _view_problem(resident.shape, claim.ops, claim.sizes)
+        if wrong:
+            return [ResidentProblem(name, ProblemKind.BAD_VIEW, f"{claim.label}: {wrong}")]
+    try:
+        shape, regions = regions_of(resident.shape, [claim.ops for claim in claims])
+    except UnprovableRegionError as error:
+        return [ResidentProblem(name, ProblemKind.UNPROVABLE, str(error))]
+    named = [(box, claim.label) for claim, boxes in zip(claims, regions, strict=True) for box in boxes if box.count]
+    return [ResidentProblem(name, kind, text) for kind, text in _tiling(Box.whole(shape), named)]
+
+
+def _view_problem(shape: tuple[int, ...], ops: tuple[ViewOp, ...], sizes: tuple[int, ...] | None) -> str:
+    try:
+        got = shape_after(shape, ops)
+    except (ValueError, IndexError) as error:
+        return str(error)
+    if sizes is not None and got != sizes:
+        return f"the view has shape {got}, the box {sizes}"
+    return ""
+
+
+def _tiling(whole: Box, named: list[tuple[Box, str]]) -> list[tuple[ProblemKind, str]]:
+    """Return holes and overlaps of boxes (each inside `whole`, none empty), at most `MAX_NAMED`."""
+    if whole.count == 0:
+        return []
+    found: list[tuple[ProblemKind, str]] = []
+    stack = [(whole, named)]
+    while stack and len(found) < MAX_NAMED:
+        region, inside = stack.pop()
+        if not inside:
+            found.append((ProblemKind.HOLE, str(region)))
+        elif all(box == region for box, _ in inside):
+            if len(inside) > 1:
+                labels = ", ".join(label for _, label in inside[:MAX_NAMED])
+                found.append((ProblemKind.OVERLAP, f"{region} of {labels}"))
+        else:
+            stack.extend(reversed(_split(region, inside)))
+    return found
+
+
+def _split(region: Box, named: list[tuple[Box, str]]) -> list[tuple[Box, list[tuple[Box, str]]]]:
+    """Cut a region along the dimension with the most planes that cut no box, or through boxes where there is none."""
+    best: tuple[int, list[int]] = (0, [])
+    for dim in range(len(region.sizes)):
+        planes = _free_planes(region, named, dim)
+        if len(planes) > len(best[1]):
+            best = (dim, planes)
+    dim, planes = best
+    if not planes:  # overlap or pinwheel: cut boxes at the plane of one of them
+        dim, planes = _forced_plane(region, named)
+    return _cut(region, named, dim, planes)
+
+
+def _free_planes(region: Box, named: list[tuple[Box, str]], dim: int) -> list[int]:
+    low, high = region.offsets[dim], region.offsets[dim] + region.sizes[dim]
+    spans = sorted((box.offsets[dim], box.offsets[dim] + box.sizes[dim]) for box, _ in named)
+    planes = []
+    reach = low
+    for start, stop in spans:
+        if start >= reach:
+            planes += [reach, start]
+        reach = max(reach, stop)
+    planes.append(reach)
+    return sorted({plane for plane in planes if low < plane < high})
+
+
+def _forced_plane(region: Box, named: list[tuple[Box, str]]) -> tuple[int, list[int]]:
+    for dim in range(len(region.sizes)):
+        low, high = region.offsets[dim], region.offsets[dim] + region.sizes[dim]
+        planes = sorted(
+            {p for box, _ in named for p in (box.offsets[dim], box.offsets[dim] + box.sizes[dim]) if low < p < high}
+        )
+        if planes:
+            return dim, [planes[len(planes) // 2]]
+    msg = "a region whose boxes all fill it has nothing to cut"
+    raise AssertionError(msg)
+
+
+def _cut(
+    region: Box, named: list[tuple[Box, str]], dim: int, planes: list[int]
+) -> list[tuple[Box, list[tuple[Box, str]]]]:
+    edges = [region.offsets[dim], *planes, region.offsets[dim] + region.sizes[dim]]
+    parts: list[tuple[Box, list[tuple[Box, str]]]] = [
+        (_with(region, dim, start, stop), []) for start, stop in pairwise(edges)
+    ]
+    ordered = sorted(named, key=lambda item: item[0].offsets[dim])
+    first = 0
+    for box, label in ordered:
+        start, stop = box.offsets[dim], box.offsets[dim] + box.sizes[dim]
+        while edges[first + 1] <= start:
+            first += 1
+        index = first
+        while index < len(parts) and edges[index] < stop:
+            low, high = max(start, edges[index]), min(stop, edges[index + 1])
+            parts[index][1].append((box if (low, high) == (start, stop) else _with(box, dim, low, high), label))
+            index += 1
+    return parts
+
+
+def _with(box: Box, dim: int, start: int, stop: int) -> Box:
+    return Box(
+        (*box.offsets[:dim], start, *box.offsets[dim + 1 :]),
+        (*box.sizes[:dim], stop - start, *box.sizes[dim + 1 :]),
+    )
