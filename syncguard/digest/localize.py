@@ -6,10 +6,9 @@ come from another process. A tensor of n rows and m columns is narrowed in about
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from itertools import product
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
-
-from collections.abc import Callable, Sequence
 
 from syncguard.digest.partial import DEFAULT_KEY_SEED, DigestJob, KeySeed, PartialDigest
 from syncguard.errors import DigestInputError
@@ -49,9 +48,7 @@ def grid_boxes(box: Box, grid: tuple[int, ...]) -> list[Box]:
         parts = max(1, min(wanted, size))
         edges = [offset + size * part // parts for part in range(parts + 1)]
         cuts.append(list(zip(edges, edges[1:], strict=False)))
-    return [
-        Box(tuple(low for low, _ in cell), tuple(high - low for low, high in cell)) for cell in product(*cuts)
-    ]
+    return [Box(tuple(low for low, _ in cell), tuple(high - low for low, high in cell)) for cell in product(*cuts)]
 
 
 def grid_partials(

@@ -12,7 +12,7 @@ import numpy as np
 
 from syncguard.digest.coverage import expected_coverage
 from syncguard.digest.keys import KeyTables, key_tables, mul_mod_p, reduce_mod_p, sum_mod_p
-from syncguard.digest.partial import DEFAULT_KEY_SEED, DigestJob, KeySeed, PartialDigest, PRIME, as_array, with_rows
+from syncguard.digest.partial import DEFAULT_KEY_SEED, PRIME, DigestJob, KeySeed, PartialDigest, as_array, with_rows
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -52,9 +52,7 @@ def _data_sum(array: np.ndarray[Any, Any], job: DigestJob, tables: KeyTables) ->
     row_block = max(1, _BLOCK_BYTES // (column_block * itemsize))
     total = 0
     for row in range(0, array.size // columns, row_block):
-        local = np.unravel_index(
-            np.arange(row, min(row + row_block, array.size // columns)), array.shape[:-1]
-        )
+        local = np.unravel_index(np.arange(row, min(row + row_block, array.size // columns)), array.shape[:-1])
         rows = np.zeros(len(local[0]), np.uint64)
         for index, offset, length in zip(local, offsets[:-1], shape[:-1], strict=True):
             rows = rows * np.uint64(length) + (index + offset).astype(np.uint64)

@@ -14,7 +14,16 @@ import torch
 
 from syncguard.digest.coverage import expected_coverage
 from syncguard.digest.keys import KeyTables, key_tables
-from syncguard.digest.partial import DEFAULT_KEY_SEED, DigestJob, KeySeed, PartialDigest, PRIME, as_array, check_job, with_rows
+from syncguard.digest.partial import (
+    DEFAULT_KEY_SEED,
+    PRIME,
+    DigestJob,
+    KeySeed,
+    PartialDigest,
+    as_array,
+    check_job,
+    with_rows,
+)
 from syncguard.errors import DigestInputError
 
 if TYPE_CHECKING:
