@@ -7,7 +7,7 @@ come from another process. A tensor of n rows and m columns is narrowed in about
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import product
+from itertools import pairwise, product
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from syncguard.digest.partial import DEFAULT_KEY_SEED, DigestJob, KeySeed, PartialDigest
@@ -47,11 +47,11 @@ def grid_boxes(box: Box, grid: tuple[int, ...]) -> list[Box]:
     for offset, size, wanted in zip(box.offsets, box.sizes, grid, strict=True):
         parts = max(1, min(wanted, size))
         edges = [offset + size * part // parts for part in range(parts + 1)]
-        cuts.append(list(zip(edges, edges[1:], strict=False)))
+        cuts.append(list(pairwise(edges)))
     return [Box(tuple(low for low, _ in cell), tuple(high - low for low, high in cell)) for cell in product(*cuts)]
 
 
-def grid_partials(
+def grid_partials(  # noqa: PLR0917 - the parts of a job, in its order
     engine: DigestEngine,
     view: Any,
     dtype: DType,

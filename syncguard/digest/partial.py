@@ -125,15 +125,15 @@ def check_seed(key_seed: KeySeed) -> KeySeed:
     Raises:
         DigestInputError: It is not `bytes` of 16 to 1024 bytes.
     """
-    if not isinstance(key_seed, bytes) or not SEED_BYTES_MIN <= len(key_seed) <= SEED_BYTES_MAX:
-        length = f" of {len(key_seed)}" if isinstance(key_seed, bytes | bytearray | str) else ""
-        raise DigestInputError(
-            "not a key seed",
-            expected=f"bytes of {SEED_BYTES_MIN} to {SEED_BYTES_MAX}",
-            found=f"{type(key_seed).__name__}{length}",
-            todo="pass the 32 bytes of the nonce, or DEFAULT_KEY_SEED",
-        )
-    return key_seed
+    seed: object = key_seed
+    if isinstance(seed, bytes) and SEED_BYTES_MIN <= len(seed) <= SEED_BYTES_MAX:
+        return seed
+    raise DigestInputError(
+        "not a key seed",
+        expected=f"bytes of {SEED_BYTES_MIN} to {SEED_BYTES_MAX}",
+        found=f"{type(seed).__name__}" + (f" of {len(seed)}" if isinstance(seed, bytes) else ""),
+        todo="pass the 32 bytes of the nonce, or DEFAULT_KEY_SEED",
+    )
 
 
 def check_place(dtype: DType, shape: tuple[int, ...], box: Box, *, fqn: str = "") -> None:

@@ -68,7 +68,7 @@ def raw_view(job: DigestJob) -> torch.Tensor:
     return tensor.view(_RAW_DTYPES[tensor.element_size()])
 
 
-def _problem(tensor: torch.Tensor) -> str:
+def _problem(tensor: torch.Tensor) -> str:  # noqa: PLR0911 - one line per reason
     """Return why the bits of a tensor cannot be read in place; empty when they can."""
     if tensor.layout != torch.strided:
         return f"layout {tensor.layout}"
