@@ -1,0 +1,189 @@
+"""Compare a manifest with what one worker showed. Pure: values in, a verdict with its reasons out.
+
+The order of the checks is the order of trust: first that the observation is of one state and complete, then that every
+resident element is accounted for (`observed`), then that every logical tensor is covered exactly once per replica with
+equal digests (`tensors`). A check that cannot be made is INCOMPLETE or UNSUPPORTED by name, never skipped.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+
+from syncguard.layout.model import BindingSource, CanonicalForm
+from syncguard.manifest.explain import Explainer
+from syncguard.manifest.model import KnownVersion, Manifest, WorkerObservation
+from syncguard.manifest.observed import RankPair, comparable_pairs, rank_findings, residents
+from syncguard.manifest.tensors import Held, TensorOutcome, judge_tensor
+from syncguard.manifest.verdict import Finding, FindingCode, Severity, Verdict, VerdictStatus, status_of
+
+_GRAVITY = {Severity.MISMATCH: 0, Severity.UNSUPPORTED: 1, Severity.INCOMPLETE: 2, Severity.WARNING: 3}
+
+
+def compare(
+    manifest: Manifest,
+    observation: WorkerObservation,
+    *,
+    history: Sequence[KnownVersion] = (),
+    require_label: bool = True,
+) -> Verdict:
+    """Judge one worker against a manifest.
+
+    Args:
+        manifest: The trainer's claim.
+        observation: All ranks of the worker, read at one fence.
+        history: Earlier versions, the newest first, to explain differences.
+        require_label: Whether another weight version label is a mismatch (in the loop) or a warning (an audit).
+
+    Returns:
+        MATCH only when every tensor of the manifest is proven and every resident element is accounted for.
+    """
+    explainer = Explainer.of(manifest, history)
+    pairs, unpaired = comparable_pairs(manifest, observation)
+    coverage, resident_side = residents(pairs)
+    findings = [*rank_findings(manifest, observation), *unpaired, *resident_side]
+    findings += label_findings(manifest, observation, require_label=require_label)
+
+    held = _held_by_name(pairs)
+    exempt = {policy.fqn for policy in manifest.exempt}
+    outcomes: list[TensorOutcome] = []
+    for entry in manifest.entries:
+        shards = held.pop(entry.fqn, None)
+        if shards is not None:
+            outcomes.append(judge_tensor(entry, shards, explainer))
+        elif entry.fqn in exempt:
+            coverage = replace(coverage, exempt_tensors=coverage.exempt_tensors + 1)
+        else:
+            outcomes.append(TensorOutcome([_not_held(entry.fqn)]))
+    findings += [finding for outcome in outcomes for finding in outcome.findings]
+    findings += _not_exported(held)
+    findings += torn_findings(outcomes)
+
+    proven = sum(outcome.proven for outcome in outcomes)
+    coverage = replace(
+        coverage,
+        manifest_tensors=len(manifest.entries),
+        proven_tensors=proven,
+        replicas=sum(outcome.replicas for outcome in outcomes),
+    )
+    ordered = tuple(
+        sorted(
+            (replace(finding, worker=observation.worker) for finding in findings),
+            key=lambda finding: _GRAVITY[finding.severity],
+        )
+    )
+    # An empty manifest finds nothing wrong; it also proves nothing.
+    status = status_of(ordered) if proven else max(status_of(ordered), VerdictStatus.INCOMPLETE, key=_rank_status)
+    reason = _reason(status, ordered, manifest, proven)
+    return Verdict(status, reason, ordered, coverage, _evidence(manifest, observation, pairs))
+
+
+def known_version(manifest: Manifest, observation: WorkerObservation | None = None) -> KnownVersion:
+    """Return what later comparisons should remember of a version.
+
+    Args:
+        manifest: Its manifest.
+        observation: A worker that was proven to hold it; its boxes let later verdicts name single ranks.
+    """
+    shards = {(entry.fqn, part.box): part.partial for entry in manifest.entries for part in entry.parts}
+    if observation is not None:
+        pairs, _ = comparable_pairs(manifest, observation)
+        for fqn, held in _held_by_name(pairs).items():
+            shards.update({(fqn, shard.box): shard.partial for shard in held})
+    return KnownVersion(str(manifest.version), {entry.fqn: entry.partial for entry in manifest.entries}, shards)
+
+
+def label_findings(manifest: Manifest, observation: WorkerObservation, *, require_label: bool) -> list[Finding]:
+    """Compare the engine's label: equal, it proves nothing; different, it contradicts."""
+    expected, observed = str(manifest.version), observation.weight_version_label
+    if observed == expected:
+        return []
+    return [
+        Finding(
+            FindingCode.VERSION_LABEL,
+            Severity.MISMATCH if require_label else Severity.WARNING,
+            "the engine carries another weight version label; pass weight_version with the update",
+            expected=expected,
+            observed=observed or "none",
+        )
+    ]
+
+
+def torn_findings(outcomes: Sequence[TensorOutcome]) -> list[Finding]:
+    """See the whole: some changed tensors are new and others are not."""
+    new = sum(outcome.proven and outcome.changed for outcome in outcomes)
+    stale = Counter(version for outcome in outcomes for version in outcome.stale_versions)
+    if not new or not stale:
+        return []
+    versions = ", ".join(f"{count} of {version}" for version, count in sorted(stale.items()))
+    return [
+        Finding(
+            FindingCode.TORN,
+            Severity.MISMATCH,
+            f"the update was torn: {new} changed tensors are new, shards of earlier versions remain ({versions}); "
+            "push it again as a whole",
+        )
+    ]
+
+
+def _held_by_name(pairs: Sequence[RankPair]) -> dict[str, list[Held]]:
+    held: dict[str, list[Held]] = {}
+    for layout, rank in pairs:
+        for binding, partial in zip(layout.bindings, rank.partials, strict=True):
+            held.setdefault(binding.shard.tensor.fqn, []).append(Held(rank.rank, binding, partial))
+    return held
+
+
+def _not_held(fqn: str) -> Finding:
+    return Finding(
+        FindingCode.NOT_HELD,
+        Severity.INCOMPLETE,
+        "exported, but no rank says that it holds any of it; look at the engine's name table",
+        fqn=fqn,
+    )
+
+
+def _not_exported(held: dict[str, list[Held]]) -> list[Finding]:
+    """Report what is held but was not exported, but for a second name of something exported (a tied head)."""
+    return [
+        Finding(
+            FindingCode.NOT_EXPORTED,
+            Severity.INCOMPLETE,
+            "held by the worker, but not in the manifest; look at the trainer's export list",
+            fqn=fqn,
+            rank=", ".join(str(shard.rank) for shard in shards),
+            resident=shards[0].binding.resident,
+        )
+        for fqn, shards in held.items()
+        if not all(shard.binding.alias for shard in shards)
+    ]
+
+
+def _rank_status(status: VerdictStatus) -> int:
+    order = (VerdictStatus.MATCH, VerdictStatus.INCOMPLETE, VerdictStatus.UNSUPPORTED, VerdictStatus.MISMATCH)
+    return order.index(status)
+
+
+def _reason(status: VerdictStatus, findings: Sequence[Finding], manifest: Manifest, proven: int) -> str:
+    total = len(manifest.entries)
+    if status is VerdictStatus.MATCH:
+        return f"all {total} tensors of {manifest.version} are resident bit for bit"
+    counts = Counter(finding.code.value for finding in findings if finding.severity is not Severity.WARNING)
+    listed = ", ".join(f"{count} {code}" for code, count in counts.most_common()) or "nothing was compared"
+    return f"{proven} of {total} tensors of {manifest.version} proven; {listed}"
+
+
+def _evidence(manifest: Manifest, observation: WorkerObservation, pairs: Sequence[RankPair]) -> dict[str, str]:
+    bindings = [binding for layout, _ in pairs for binding in layout.bindings]
+    return {
+        "worker": observation.worker,
+        "weight_version": str(manifest.version),
+        "manifest_id": manifest.manifest_id,
+        "algorithm": manifest.algorithm,
+        "ranks": ", ".join(str(rank.rank) for rank in observation.ranks),
+        "epoch": ", ".join(sorted({str(rank.epoch) for rank in observation.ranks})),
+        "observe_s": f"{max((rank.duration_s for rank in observation.ranks), default=0.0):.4f}",
+        "dequantized_bindings": str(sum(binding.form is CanonicalForm.DEQUANTIZED for binding in bindings)),
+        "recorded_bindings": str(sum(binding.source is BindingSource.RECORDED for binding in bindings)),
+    }

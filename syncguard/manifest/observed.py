@@ -1,0 +1,197 @@
+"""First half of a comparison: is the observation of one state, complete, and is every resident element accounted for?
+
+Pure. Each function returns findings; none is a reason to stop looking, so that a verdict names everything at once.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from math import prod
+
+from syncguard.layout.coverage import ProblemKind, ResidentProblem, resident_problems
+from syncguard.layout.model import RankLayout
+from syncguard.layout.ops import shape_after
+from syncguard.manifest.model import Manifest, RankObservation, WorkerObservation
+from syncguard.manifest.verdict import Coverage, Finding, FindingCode, Severity
+
+RankPair = tuple[RankLayout, RankObservation]
+
+
+def rank_findings(manifest: Manifest, observation: WorkerObservation) -> list[Finding]:
+    """Check that all ranks answered, once each, from one finished update."""
+    findings = []
+    # A worker that understates itself is not believed: its ranks' own group sizes count too.
+    sizes = [rank.rank.tp_size * rank.rank.pp_size * rank.rank.dp_size for rank in observation.ranks]
+    expected_ranks = max([observation.expected_ranks, *sizes])
+    if expected_ranks > len({rank.rank for rank in observation.ranks}) or not observation.ranks:
+        findings.append(
+            Finding(
+                FindingCode.MISSING_RANK,
+                Severity.INCOMPLETE,
+                f"{len(observation.ranks)} of {expected_ranks} ranks answered; look at the probe of the others",
+                expected=str(expected_ranks),
+                observed=", ".join(str(rank.rank) for rank in observation.ranks) or "none",
+            )
+        )
+    findings += [
+        Finding(
+            FindingCode.DUPLICATE_RANK,
+            Severity.INCOMPLETE,
+            f"{times} answers call themselves {identity}; look at the engine's rank numbering",
+            rank=str(identity),
+        )
+        for identity, times in Counter(rank.rank for rank in observation.ranks).items()
+        if times > 1
+    ]
+    if len({rank.epoch for rank in observation.ranks}) > 1:
+        findings.append(
+            Finding(
+                FindingCode.EPOCH_DIFFERS,
+                Severity.INCOMPLETE,
+                "ranks have finished different numbers of updates; look at an update call that reached only some",
+                observed=", ".join(f"{rank.rank}: {rank.epoch}" for rank in observation.ranks),
+            )
+        )
+    for rank in observation.ranks:
+        if rank.updating:
+            findings.append(
+                Finding(
+                    FindingCode.UPDATE_RUNNING,
+                    Severity.INCOMPLETE,
+                    "an update session is open; end it, then verify again",
+                    rank=str(rank.rank),
+                )
+            )
+        if (rank.algorithm, rank.key_seed_hex) != (manifest.algorithm, manifest.key_seed_hex):
+            findings.append(
+                Finding(
+                    FindingCode.ALGORITHM_DIFFERS,
+                    Severity.INCOMPLETE,
+                    "digests of another algorithm or key cannot be compared; install one version on both sides",
+                    rank=str(rank.rank),
+                    expected=manifest.algorithm,
+                    observed=rank.algorithm,
+                )
+            )
+    return findings
+
+
+def comparable_pairs(manifest: Manifest, observation: WorkerObservation) -> tuple[list[RankPair], list[Finding]]:
+    """Pair each rank with the layout that it names, leaving out what cannot be compared, with a finding each.
+
+    A rank of another algorithm or key is left out too; `rank_findings` names it.
+    """
+    layouts = {layout.fingerprint: layout for layout in observation.layouts}
+    pairs: list[RankPair] = []
+    findings = []
+    for rank in observation.ranks:
+        if (rank.algorithm, rank.key_seed_hex) != (manifest.algorithm, manifest.key_seed_hex):
+            continue
+        layout = layouts.get(rank.layout_fingerprint)
+        if layout is None or not _answers_fit(layout, rank):
+            findings.append(
+                Finding(
+                    FindingCode.LAYOUT_UNKNOWN,
+                    Severity.INCOMPLETE,
+                    "the answer does not fit the layout it names; read the layout again",
+                    rank=str(rank.rank),
+                    observed=rank.layout_fingerprint,
+                )
+            )
+            continue
+        pairs.append((layout, rank))
+    return pairs, findings
+
+
+def _answers_fit(layout: RankLayout, rank: RankObservation) -> bool:
+    return (
+        layout.rank == rank.rank
+        and len(layout.bindings) == len(rank.partials)
+        and len(layout.paddings) == len(rank.paddings)
+        and len(layout.derived) == len(rank.derived)
+        and all(b.shard.box.count == p.count for b, p in zip(layout.bindings, rank.partials, strict=True))
+    )
+
+
+def resident_findings(pair: RankPair, problems: tuple[ResidentProblem, ...]) -> Iterator[Finding]:
+    """Account for every resident tensor of one rank: bound, padding, derived, exempt, or named as none of these."""
+    layout, rank = pair
+    where = str(rank.rank)
+    for unbound in layout.unbound:
+        yield Finding(
+            FindingCode.UNBOUND,
+            Severity.UNSUPPORTED,
+            f"no rule for {unbound.layer_class}: {unbound.reason}",
+            rank=where,
+            resident=unbound.resident,
+        )
+    for problem in problems:
+        empty = problem.kind is ProblemKind.EMPTY_RESIDENT
+        yield Finding(
+            FindingCode.EMPTY_RESIDENT if empty else FindingCode.NOT_COVERED,
+            Severity.INCOMPLETE,
+            f"{problem.kind.value}: {problem.detail}",
+            rank=where,
+            resident=problem.resident,
+        )
+    for padding, result in zip(layout.paddings, rank.paddings, strict=True):
+        if not result.ok:
+            yield Finding(
+                FindingCode.PADDING_NOT_ZERO,
+                Severity.MISMATCH,
+                f"{result.wrong_count} padding elements are not what they must be ({padding.reason})",
+                rank=where,
+                resident=padding.resident,
+                expected=f"every byte {padding.value_byte:#04x}",
+                observed=result.detail,
+            )
+    for derived, result in zip(layout.derived, rank.derived, strict=True):
+        if not result.ok:
+            yield Finding(
+                FindingCode.DERIVED_STALE,
+                Severity.MISMATCH,
+                f"does not follow from {', '.join(derived.sources)} by {derived.rule}; "
+                "look at the engine's post-processing after this update",
+                rank=where,
+                resident=derived.resident,
+                observed=result.detail,
+            )
+    for name in rank.moved:
+        yield Finding(
+            FindingCode.STORAGE_MOVED,
+            Severity.WARNING,
+            "storage moved since the last observation; a captured graph may still read the old address",
+            rank=where,
+            resident=name,
+        )
+
+
+def residents(pairs: list[RankPair]) -> tuple[Coverage, list[Finding]]:
+    """Return the resident side of coverage over all ranks, with its findings."""
+    coverage, findings = Coverage(), []
+    for pair in pairs:
+        problems = resident_problems(pair[0])
+        findings += resident_findings(pair, problems)
+        coverage = _added(coverage, pair, problem_count=len({problem.resident for problem in problems}))
+    return coverage, findings
+
+
+def _added(coverage: Coverage, pair: RankPair, *, problem_count: int) -> Coverage:
+    layout, rank = pair
+    own = {resident.name: resident for resident in layout.residents if not resident.alias_of}
+    unbound = {claim.resident for claim in layout.unbound}
+    bound = {binding.resident for binding in layout.bindings if binding.resident in own} - unbound
+    padding = sum(prod(shape_after(own[p.resident].shape, p.ops)) for p in layout.paddings if p.resident in own)
+    return replace(
+        coverage,
+        resident_tensors=coverage.resident_tensors + len(own),
+        bound_residents=coverage.bound_residents + len(bound) - problem_count,
+        derived_residents=coverage.derived_residents + len({claim.resident for claim in layout.derived}),
+        exempt_residents=coverage.exempt_residents + len(layout.exempt),
+        unbound_residents=coverage.unbound_residents + len(unbound),
+        padding_elements=coverage.padding_elements + padding,
+        read_bytes=coverage.read_bytes + rank.read_bytes,
+        uncovered=tuple(sorted({*coverage.uncovered, *layout.uncovered})),
+    )
