@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from syncguard.layout.ops import Narrow, Select, Transpose, Unflatten, ViewOp
-from syncguard.spec import Box  # noqa: TC001 - msgspec resolves annotations at run time
+from syncguard.spec import Box
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -1,0 +1,106 @@
+"""Rules of fused mixture-of-experts layers: each local slot against the logical expert that it holds now.
+
+Source: `sglang/srt/layers/moe/fused_moe_triton/layer.py` 0.5.23 (MOE). Every physical slot is bound, replicas and
+redundant experts included, so that a stale copy of an expert shows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from syncguard.layout.forms import refuse_packed
+from syncguard.layout.ops import Narrow, Select
+from syncguard.layout.rules import LayerView, Span, join, rule
+from syncguard.spec import Box
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """A local expert slot.
+
+    Attributes:
+        index: Index in the fused tensor's first dimension.
+        name: Checkpoint module of its expert, such as `model.layers.0.mlp.experts.5`.
+        logical: Logical expert id; the number of routed experts and more for shared ones.
+    """
+
+    index: int
+    name: str
+    logical: int
+
+
+def slots(view: LayerView) -> Iterator[Slot]:
+    """Yield the local slots with the experts they hold: routed ones, then fused shared ones (MOE:1153-1161).
+
+    Local slot j of a rank holds physical expert `storage_rank * n_local + j`; which logical expert that is says the
+    live placement (EPLB), identity without one.
+    """
+    shared = int(view.attr("num_fused_shared_experts", 0) or 0)
+    local = view.attr("_num_local_routed")
+    routed = int(local if local is not None else view.attr("num_local_experts") - shared)
+    storage = view.attr("_expert_storage_rank")
+    first = int(storage if storage is not None else view.attr("moe_ep_rank", 0)) * routed
+    layer_id = view.attr("layer_id")
+    placed = view.placement is not None and view.attr("uses_expert_location", True) and layer_id is not None
+    for index in range(routed):
+        physical = first + index
+        logical = view.placement(int(layer_id), physical) if placed and view.placement else physical
+        yield Slot(index, join(view.name, str(logical)), logical)
+    if shared:
+        if not view.family.experts.shared:
+            msg = f"family {view.family.name} does not name its fused shared experts"
+            raise ValueError(msg)
+        if shared > 1:
+            msg = f"{shared} fused shared experts"
+            raise ValueError(msg)
+        parent = view.name.rpartition(".")[0]
+        yield Slot(routed, join(parent, view.family.experts.shared), -1)
+
+
+def _refuse_layouts(view: LayerView) -> None:
+    refuse_packed(view)
+    method = view.attr("quant_method")
+    name = "" if method is None else type(method).__name__
+    if name not in {"", "UnquantizedFusedMoEMethod"}:
+        msg = f"no form for quantization method {name}"
+        raise ValueError(msg)
+    for flag in ("use_flashinfer_trtllm_moe", "enable_flashinfer_cutlass_moe", "_mega_moe_weights_built"):
+        if view.attr(flag, False):
+            msg = f"no form for experts with {flag}"
+            raise ValueError(msg)
+    if view.attr("use_presharded_weights", False):
+        msg = "use_presharded_weights: the checkpoint is already split"
+        raise ValueError(msg)
+
+
+@rule("FusedMoE")
+def fused(view: LayerView) -> None:
+    """Per slot w13 is `[gate; up]` rows, w2 the down projection; both split over the moe_tp group (MOE:788-968)."""
+    _refuse_layouts(view)
+    w13, w2 = view.tensor("w13_weight"), view.tensor("w2_weight")
+    if w13 is None or w2 is None:
+        msg = "no w13_weight and w2_weight"
+        raise ValueError(msg)
+    if view.family.experts.fused:
+        msg = f"experts of family {view.family.name} are fused in the checkpoint"
+        raise ValueError(msg)
+    rank, size = int(view.attr("moe_tp_rank", 0)), int(view.attr("moe_tp_size", 1))
+    part = int(view.attr("intermediate_size_per_partition"))
+    hidden = int(view.attr("hidden_size"))
+    inner = Span(rank * part, part, part * size)
+    local = int(view.attr("num_local_experts"))
+    if w13.shape != (local, 2 * part, hidden) or w2.shape != (local, hidden, part):
+        msg = f"experts are {w13.shape} and {w2.shape}, their layer says {local} x 2 x {part} x {hidden}"
+        raise ValueError(msg)
+    names = view.family.experts
+    rows = Box((inner.start, 0), (part, hidden))
+    columns = Box((0, inner.start), (hidden, part))
+    for slot in slots(view):
+        for leaf, at in ((names.gate, 0), (names.up, part)):
+            ops = (Select(0, slot.index), Narrow(0, at, part))
+            view.bind(w13, f"{slot.name}.{leaf}.weight", (inner.total, hidden), rows, ops)
+        view.bind(w2, f"{slot.name}.{names.down}.weight", (hidden, inner.total), columns, (Select(0, slot.index),))

@@ -1,0 +1,85 @@
+"""The model families: one row each, saying how resident names become checkpoint names.
+
+Everything about sizes, groups and order comes from the live layers. A row has only what no layer knows: which checkpoint
+names were packed into a resident one, how experts are named, and which modules were renamed.
+Source: the `load_weights` of each model in `sglang/srt/models` 0.5.23.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+QKV: Final = ("q_proj", "k_proj", "v_proj")
+GATE_UP: Final = ("gate_proj", "up_proj")
+LLAMA_PACKED: Final[Mapping[str, tuple[str, ...]]] = {"qkv_proj": QKV, "gate_up_proj": GATE_UP}
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertNames:
+    """How a checkpoint names the projections of a routed expert, and the shared expert that may be fused beside them.
+
+    Attributes:
+        gate: Name of w1 below `experts.{e}`.
+        down: Name of w2.
+        up: Name of w3.
+        shared: Module that holds a fused shared expert beside `experts`, empty when there is none.
+        fused: The checkpoint has one tensor for all experts: "" (no), "rows" (`[E, 2I, H]`, gate rows then up rows), or
+            "interleaved" (`[E, H, 2I]`, gate and up columns alternate).
+    """
+
+    gate: str = "gate_proj"
+    down: str = "down_proj"
+    up: str = "up_proj"
+    shared: str = ""
+    fused: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """Names of one model family.
+
+    Attributes:
+        name: Name of the family, for tables.
+        architectures: Class names of the live models.
+        packed: Checkpoint names that a resident module packs, in resident order.
+        experts: Names of experts.
+        renames: Regular expressions on the resident module name and their replacements, applied in order.
+    """
+
+    name: str
+    architectures: tuple[str, ...]
+    packed: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: dict(LLAMA_PACKED))
+    experts: ExpertNames = field(default_factory=ExpertNames)
+    renames: tuple[tuple[str, str], ...] = ()
+
+    def checkpoint_name(self, fqn: str) -> str:
+        """Return the checkpoint name of a resident module."""
+        for pattern, replacement in self.renames:
+            fqn = re.sub(pattern, replacement, fqn)
+        return fqn
+
+
+FAMILIES: Final = (
+    Family("Llama", ("LlamaForCausalLM",)),
+    Family("Qwen2", ("Qwen2ForCausalLM",)),
+    Family("Qwen3", ("Qwen3ForCausalLM",)),
+    Family("Qwen3-MoE", ("Qwen3MoeForCausalLM",)),
+    Family("Mixtral", ("MixtralForCausalLM",), experts=ExpertNames("w1", "w2", "w3")),
+)
+"""Every family with a rule; adding one is a row here, and a rule if a layer class is new."""
+
+UNKNOWN: Final = Family("unknown", ())
+"""Names are taken as they are; every packed name is refused."""
+
+
+def family_of(architecture: str) -> Family:
+    """Return the row of a live model class, `UNKNOWN` when there is none."""
+    for family in FAMILIES:
+        if architecture in family.architectures:
+            return family
+    return UNKNOWN

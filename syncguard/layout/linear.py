@@ -1,0 +1,152 @@
+"""Rules of linear layers: which rows and columns of which checkpoint tensors a rank holds.
+
+Source: `sglang/srt/layers/linear.py` 0.5.23. Weights are stored `[out, in]` as in the checkpoint. How the values are
+stored (bf16, fp8 with scales, ...) is the matter of the quantization form.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from syncguard.layout.forms import linear_form
+from syncguard.layout.rules import LayerView, Span, join, rule
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A run of resident output rows that belongs to one checkpoint tensor.
+
+    Attributes:
+        name: Checkpoint module, without `.weight`.
+        at: First resident row.
+        rows: Which rows of the checkpoint tensor these are.
+    """
+
+    name: str
+    at: int
+    rows: Span
+
+
+@dataclass(frozen=True, slots=True)
+class LinearPieces:
+    """A linear layer as runs of rows.
+
+    Attributes:
+        pieces: In resident order.
+        columns: Which input columns are held.
+        rows_held: Resident output rows, padding included.
+        bias_whole: Every rank holds the whole bias (row-parallel layers).
+    """
+
+    pieces: tuple[Piece, ...]
+    columns: Span
+    rows_held: int
+    bias_whole: bool = False
+
+
+def siblings(view: LayerView, names: Sequence[str]) -> tuple[str, ...]:
+    """Return checkpoint modules that stand where the packed one stands."""
+    parent = view.name.rpartition(".")[0]
+    return tuple(join(parent, name) for name in names)
+
+
+def packed_names(view: LayerView, count: int) -> tuple[str, ...]:
+    """Return the checkpoint modules packed into this one.
+
+    Raises:
+        ValueError: The family does not say, or says another number.
+    """
+    leaf = view.fqn.rpartition(".")[2]
+    names = view.family.packed.get(leaf)
+    if names is None or len(names) != count:
+        msg = f"family {view.family.name} does not name the {count} parts of {leaf}"
+        raise ValueError(msg)
+    return siblings(view, names)
+
+
+def _refuse_presharded(view: LayerView) -> None:
+    if view.attr("use_presharded_weights", False):
+        msg = "use_presharded_weights: the checkpoint is already split, so ranks hold different files"
+        raise ValueError(msg)
+
+
+def _claim(view: LayerView, pieces: LinearPieces) -> None:
+    _refuse_presharded(view)
+    linear_form(view)(view, pieces)
+
+
+def _input_size(view: LayerView) -> int:
+    return int(view.attr("input_size", view.attr("hidden_size", 0)))
+
+
+@rule("ReplicatedLinear")
+def replicated(view: LayerView) -> None:
+    """Every rank holds all (LIN:349-379)."""
+    rows, columns = int(view.attr("output_size")), _input_size(view)
+    _claim(view, LinearPieces((Piece(view.name, 0, Span.whole(rows)),), Span.whole(columns), rows))
+
+
+@rule("ColumnParallelLinear")
+def column(view: LayerView) -> None:
+    """Rank r holds rows `[rN/tp, (r+1)N/tp)`, of the bias too (LIN:550-572)."""
+    rank, size = view.group()
+    rows = Span.part(int(view.attr("output_size")), rank, size)
+    _claim(view, LinearPieces((Piece(view.name, 0, rows),), Span.whole(_input_size(view)), rows.length))
+
+
+@rule("MergedColumnParallelLinear")
+def merged(view: LayerView) -> None:
+    """Part i of rank r stands at `sum(n_j for j < i) / tp` and comes from rows `[r n_i / tp, ...)` (LIN:812-870)."""
+    rank, size = view.group()
+    outputs = [int(n) for n in view.attr("output_sizes")]
+    names = packed_names(view, len(outputs))
+    pieces, at = [], 0
+    for name, output in zip(names, outputs, strict=True):
+        rows = Span.part(output, rank, size)
+        pieces.append(Piece(name, at, rows))
+        at += rows.length
+    _claim(view, LinearPieces(tuple(pieces), Span.whole(_input_size(view)), at))
+
+
+@rule("QKVParallelLinear")
+def qkv(view: LayerView) -> None:
+    """Rows are `[q; k; v]`; with fewer kv heads than ranks each kv head is held by several (LIN:1139-1195, 1454-1503)."""
+    rank, size = view.group()
+    head = int(view.attr("head_size"))
+    v_head = int(view.attr("v_head_size") or head)
+    heads, kv_heads = int(view.attr("num_heads")), int(view.attr("num_kv_heads"))
+    replicas = int(view.attr("num_kv_head_replicas", 1))
+    kv_rank, kv_size = group_of_kv(view, rank, size)
+    totals = int(view.attr("total_num_heads")), int(view.attr("total_num_kv_heads"))
+    if heads * size != totals[0] or kv_heads * kv_size != totals[1] * replicas:
+        msg = f"{heads} heads x {size} ranks and {kv_heads} kv heads x {kv_size} / {replicas} are not {totals}"
+        raise ValueError(msg)
+    names = packed_names(view, 3)
+    query = heads * head
+    key, value = kv_heads * head, kv_heads * v_head
+    kv_index = kv_rank // replicas
+    pieces = (
+        Piece(names[0], 0, Span(rank * query, query, totals[0] * head)),
+        Piece(names[1], query, Span(kv_index * key, key, totals[1] * head)),
+        Piece(names[2], query + key, Span(kv_index * value, value, totals[1] * v_head)),
+    )
+    _claim(view, LinearPieces(pieces, Span.whole(_input_size(view)), query + key + value))
+
+
+def group_of_kv(view: LayerView, rank: int, size: int) -> tuple[int, int]:
+    """Return rank and size of the group that splits kv heads; it may differ from the layer's own (LIN:1133-1138)."""
+    group: Any = view.attr("kv_tp_group")
+    return (int(group.rank_in_group), int(group.world_size)) if group is not None else (rank, size)
+
+
+@rule("RowParallelLinear")
+def row(view: LayerView) -> None:
+    """Rank r holds columns `[rK/tp, ...)`; every rank holds the whole bias, rank 0 adds it (LIN:1611-1701, 1762)."""
+    rank, size = view.group()
+    rows = int(view.attr("output_size"))
+    columns = Span.part(_input_size(view), rank, size)
+    _claim(view, LinearPieces((Piece(view.name, 0, Span.whole(rows)),), columns, rows, bias_whole=True))

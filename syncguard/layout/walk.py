@@ -1,0 +1,275 @@
+"""Walk a live model and say for every tensor of it what it must equal, or that nobody knows.
+
+The model is read by duck typing: modules have `_parameters`, `_buffers` and `_modules`, tensors have `data_ptr` and
+`stride`. Nothing is copied and no engine is imported.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, field, replace
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+from syncguard.errors import DigestInputError
+from syncguard.layout import experts, linear, vocab
+from syncguard.layout.families import Family, family_of
+from syncguard.layout.model import RankIdentity, RankLayout, ResidentTensor, Role, Unbound
+from syncguard.layout.rules import Claims, LayerView, join, rule_for
+from syncguard.spec import dtype_named
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+RULE_MODULES = (experts, linear, vocab)
+"""Imported for the rules that they register."""
+
+FOLLOWED = ("quant_method", "scheme", "kernel")
+"""Attributes whose objects may keep weights outside the module (mxfp4 keeps its triton tensors there)."""
+
+
+@dataclass(slots=True)
+class _Place:
+    """A module at one of its names."""
+
+    fqn: str
+    module: Any
+    alias_of: str = ""
+    tensors: dict[str, ResidentTensor] = field(default_factory=dict)
+
+
+def walk_model(
+    model: Any,
+    *,
+    rank: RankIdentity,
+    architecture: str | None = None,
+    placement: Callable[[int, int], int] | None = None,
+) -> tuple[RankLayout, dict[str, Any]]:
+    """Return what a rank holds, sealed, and the live tensor of each resident name.
+
+    Args:
+        model: The live model of one rank.
+        rank: Which rank speaks.
+        architecture: Name of the model class, by default that of the live class.
+        placement: `(layer_id, physical expert) -> logical expert`; by default SGLang's own live map when it has one.
+
+    Returns:
+        The sealed layout and `{resident name: live tensor}`. Each resident is bound, padding, derived, exempt, alias, or
+        named in `unbound`.
+    """
+    architecture = architecture or type(model).__name__
+    family = family_of(architecture)
+    placement = placement or live_expert_placement()
+    places, live = _places(model)
+    residents = _mark_aliases(places, live)
+    out = Claims()
+    for place in places:
+        _claim_place(place, family=family, model=model, residents=residents, live=live, placement=placement, out=out)
+    layout = RankLayout(
+        rank=rank,
+        architecture=architecture,
+        residents=tuple(residents.values()),
+        bindings=tuple(out.bindings),
+        paddings=tuple(out.paddings),
+        derived=tuple(out.derived),
+        exempt=tuple(out.exempt),
+        unbound=tuple(out.unbound),
+        uncovered=tuple(out.uncovered),
+    )
+    return layout.sealed(), live
+
+
+def is_tensor(value: Any) -> bool:
+    """Return whether a value has memory and strides, whatever library made it."""
+    return hasattr(value, "data_ptr") and hasattr(value, "stride") and hasattr(value, "dtype")
+
+
+def live_expert_placement() -> Callable[[int, int], int] | None:
+    """Return SGLang's live physical-to-logical expert map (EPLB), None when this process has none.
+
+    Source: `sglang/srt/eplb/expert_location.py` 0.5.23:62-91, `physical_to_logical_map_cpu[layer, physical]`.
+    """
+    module = sys.modules.get("sglang.srt.eplb.expert_location")
+    if module is None:
+        return None
+    metadata = module.get_global_expert_location_metadata()
+    if metadata is None:
+        return None
+    table: list[list[int]] = metadata.physical_to_logical_map_cpu.tolist()
+    return lambda layer, physical: table[layer][physical]
+
+
+def _places(model: Any) -> tuple[list[_Place], dict[str, Any]]:
+    places: list[_Place] = []
+    live: dict[str, Any] = {}
+    first_name: dict[int, str] = {}
+    stack = [("", model)]
+    while stack:
+        fqn, module = stack.pop()
+        seen = first_name.get(id(module))
+        place = _Place(fqn, module, alias_of="" if seen is None else seen or "(model)")
+        first_name.setdefault(id(module), fqn)
+        places.append(place)
+        for local, tensor, role in _own_tensors(module):
+            name = join(fqn, local)
+            live[name] = tensor
+            place.tensors[local] = _resident(name, tensor, role, type(module).__name__)
+        if seen is None:
+            children = [(join(fqn, key), child) for key, child in module._modules.items() if child is not None]  # noqa: SLF001
+            stack.extend(reversed(children))
+    return places, live
+
+
+def _own_tensors(module: Any) -> Iterator[tuple[str, Any, Role]]:
+    for table, role in ((module._parameters, Role.PARAMETER), (module._buffers, Role.BUFFER)):  # noqa: SLF001
+        for local, tensor in table.items():
+            if tensor is not None:
+                yield local, tensor, role
+    for local, value in vars(module).items():
+        if local in {"_parameters", "_buffers", "_modules"}:
+            continue
+        yield from ((join(local, rest), tensor, Role.ATTRIBUTE) for rest, tensor in _inside(value))
+        if local in FOLLOWED and hasattr(value, "__dict__") and not hasattr(value, "_modules"):
+            for inner, held in vars(value).items():
+                yield from ((join(local, inner, rest), tensor, Role.ATTRIBUTE) for rest, tensor in _inside(held))
+
+
+def _inside(value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield tensors of a value: itself, or one level inside a list, tuple or dict."""
+    if is_tensor(value):
+        yield "", value
+    elif isinstance(value, (list, tuple)):
+        yield from ((str(index), item) for index, item in enumerate(value) if is_tensor(item))
+    elif isinstance(value, dict):
+        yield from ((str(key), item) for key, item in value.items() if is_tensor(item))
+
+
+def _resident(name: str, tensor: Any, role: Role, layer_class: str) -> ResidentTensor:
+    shape = tuple(int(n) for n in tensor.shape)
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return ResidentTensor(
+        name=name,
+        dtype=dtype,
+        shape=shape,
+        strides=tuple(int(n) for n in tensor.stride()),
+        role=role,
+        layer_class=layer_class,
+        storage_bytes=prod(shape) * int(tensor.element_size()),
+    )
+
+
+def _mark_aliases(places: list[_Place], live: dict[str, Any]) -> dict[str, ResidentTensor]:
+    """Mark equal views of the same memory, and attributes whose memory lies inside that of parameters."""
+    residents = {tensor.name: tensor for place in places for tensor in place.tensors.values()}
+    owner: dict[tuple[Any, ...], str] = {}
+    order = sorted(residents.values(), key=lambda tensor: tensor.role is Role.ATTRIBUTE)
+    spans: list[tuple[int, int, str]] = []
+    for tensor in order:
+        if not tensor.storage_bytes or _on_meta(live[tensor.name]):
+            continue
+        start = int(live[tensor.name].data_ptr())
+        key = (start, str(live[tensor.name].device), tensor.shape, tensor.strides, tensor.dtype)
+        if key in owner:
+            residents[tensor.name] = replace(tensor, alias_of=owner[key])
+            continue
+        owner[key] = tensor.name
+        size = tensor.storage_bytes // prod(tensor.shape)
+        extent = (1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.strides, strict=True))) * size
+        if tensor.role is not Role.ATTRIBUTE:
+            if extent == tensor.storage_bytes:  # dense, so that its extent is all its own
+                spans.append((start, start + extent, tensor.name))
+            continue
+        spans.sort()
+        within = _covering(spans, start, start + extent)
+        if within:
+            residents[tensor.name] = replace(tensor, alias_of=within)
+    for place in places:
+        place.tensors = {local: residents[tensor.name] for local, tensor in place.tensors.items()}
+    return residents
+
+
+def _on_meta(tensor: Any) -> bool:
+    return getattr(getattr(tensor, "device", None), "type", "") == "meta"
+
+
+def _covering(spans: list[tuple[int, int, str]], start: int, stop: int) -> str:
+    """Return the first of the sorted spans that together cover `[start, stop)`, empty when they do not."""
+    reach, first = start, ""
+    for low, high, name in spans:
+        if low > reach:
+            break
+        if high > reach:
+            first = first or name
+            reach = high
+            if reach >= stop:
+                return first
+    return ""
+
+
+def _claim_place(
+    place: _Place,
+    *,
+    family: Family,
+    model: Any,
+    residents: dict[str, ResidentTensor],
+    live: dict[str, Any],
+    placement: Callable[[int, int], int] | None,
+    out: Claims,
+) -> None:
+    alias = bool(place.alias_of)
+    if alias and not hasattr(place.module, "shard_indices"):
+        return  # a second name of a layer that no checkpoint knows; its tensors are marked as aliases
+    own = {
+        local: tensor
+        for local, tensor in place.tensors.items()
+        if tensor.name not in out.claimed and (alias or not tensor.alias_of)
+    }
+    for local, tensor in list(own.items()):
+        reason = _unusable(tensor, live[tensor.name])
+        if reason:
+            out.claimed.add(tensor.name)
+            out.unbound.append(Unbound(tensor.name, tensor.layer_class, reason))
+            del own[local]
+    found = rule_for(place.module)
+    if not own and (found is None or not place.tensors):
+        return
+    view = LayerView(
+        fqn=place.fqn,
+        name=family.checkpoint_name(place.fqn),
+        module=place.module,
+        tensors=own,
+        resident=residents,
+        live=live,
+        family=family,
+        config=getattr(model, "config", None),
+        placement=placement,
+        alias=alias,
+        out=out,
+    )
+    if found is None:
+        view.refuse_rest(f"no rule for layer class {type(place.module).__name__}")
+        return
+    marks = (len(out.bindings), len(out.paddings))
+    try:
+        found[1](view)
+    except (ValueError, TypeError, AttributeError, IndexError) as error:
+        del out.bindings[marks[0] :], out.paddings[marks[1] :]
+        for tensor in own.values():
+            out.claimed.discard(tensor.name)
+        view.refuse_rest(f"rule of {found[0]}: {error}")
+        return
+    if not alias:
+        view.refuse_rest(f"rule of {found[0]} does not know this tensor")
+
+
+def _unusable(resident: ResidentTensor, tensor: Any) -> str:
+    """Return why a tensor cannot be read, empty when it can."""
+    if _on_meta(tensor):
+        return "on the meta device: its bytes are elsewhere"
+    if not prod(resident.shape):
+        return "has no element: the engine keeps its bytes elsewhere"
+    try:
+        dtype_named(resident.dtype)
+    except DigestInputError as error:
+        return str(error)
+    return ""
