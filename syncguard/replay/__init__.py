@@ -11,15 +11,16 @@ from syncguard.replay.compare import (
     measure_repeat_noise,
     objective_effect,
 )
+from syncguard.replay.evidence import ReplayEvidence
 from syncguard.replay.policy import (
     Power,
-    ReplayEvidence,
     ReplayPolicy,
     ReplayStatus,
     ReplayVerdict,
     judge_replay,
 )
-from syncguard.replay.record import A, ReplayRecord, ScoreKey, b_key, c_key, load_many, save_many
+from syncguard.replay.record import A, ReplayRecord, ScoreKey, b_key, c_key
+from syncguard.replay.record_file import load_many, save_many
 from syncguard.replay.scores import (
     RAW,
     ScoreDefinition,

@@ -2,28 +2,32 @@
 
 Pure. The worker's score is B, the trainer's is C; `old` is the state T0 that was synchronized and verified, `new` is T1.
 
-1. Evidence complete? else INCOMPLETE.  2. Repeats steady? else UNSTABLE.
-3. Prefix cache: warm B must equal cold B.  4. Stale or partial: B must have moved where C moved.
-5. MAE(B_new - C_new) under the limit, fixed or relative to the measured noise.
-6. Power: had the worker kept T0, would this response have shown it? If not, NO_POWER instead of PASS.
+1. INCOMPLETE where a pass is missing.
+2. UNSTABLE where repeats differ so much that nothing can be concluded.
+3. FAIL for a constant offset; where B did not make the change that C made (stale, partial), or C did not make B's
+   (trainer state); and where a warm prefix cache scores differently from a cold one.
+4. FAIL where MAE(B_new - C_new) reaches the limit: fixed, or relative to the measured noise if that is larger.
+5. NO_POWER where a worker that kept T0 would have looked the same. 6. PASS.
+
+Step 3 compares with the measured noise, not with the fixed limit: in float32 a stale worker can lie far under 0.01 nat.
 """
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from enum import Enum
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
 import numpy as np
 
-from syncguard.errors import ScoreError
 from syncguard.replay.compare import Difference, RepeatNoise, describe_difference, measure_repeat_noise
-from syncguard.replay.scores import RAW, FloatArray, IntArray, ScoreDefinition, checked_scores, require_same_definition
+from syncguard.replay.evidence import ReplayEvidence
+from syncguard.replay.patterns import find_constant_offset, find_tail
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from syncguard.replay.record import ReplayRecord
+    from syncguard.replay.scores import FloatArray
 
 
 class ReplayStatus(str, Enum):
@@ -47,11 +51,12 @@ class ReplayPolicy:
     Attributes:
         mae_limit_nats: Fixed limit of MAE(B_new - C_new).
         noise_factor: Relative limit = this factor times measured noise.
-        noise_cap_nats: Noise above which T0 itself was not in agreement; the relative limit never uses more.
+        noise_cap_nats: MAE(B_old - C_old) above which T0 was no agreement; it is then not taken for noise.
         repeat_limit_nats: MAE between repeat passes above which nothing can be concluded.
         resolution_nats: Smallest difference taken for real; float32 arithmetic moves scores by 1e-6 to 1e-5.
         power_factor: How many times above the quiet limit the change C_new - C_old must be to have power.
         follow_share: Smallest share of C's change that B must have made (1 followed it, 0 is stale).
+        unexplained_share: Largest MAE(B_new - C_new), as a share of MAE(C_new - C_old), where both stand above noise.
         min_tokens: Fewest active tokens.
         outlier_share: Share of tokens of largest |B_new - C_new| that may be left out (named in the reason); for
             mixture-of-experts models, whose router flips move single tokens.
@@ -60,11 +65,12 @@ class ReplayPolicy:
 
     mae_limit_nats: float = 0.01
     noise_factor: float = 3.0
-    noise_cap_nats: float = 0.1
+    noise_cap_nats: float = 0.05
     repeat_limit_nats: float = 0.05
     resolution_nats: float = 1e-5
     power_factor: float = 2.0
     follow_share: float = 0.5
+    unexplained_share: float = 0.25
     min_tokens: int = 1
     outlier_share: float = 0.0
     require_warm: bool = True
@@ -72,93 +78,6 @@ class ReplayPolicy:
     def as_dict(self) -> dict[str, Any]:
         """Return plain values for JSON."""
         return asdict(self)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class ReplayEvidence:
-    """Scores of one response (or several, joined) that a verdict rests on.
-
-    Attributes:
-        mask: [response] loss mask.
-        b_new_cold: Passes of B at T1 after a confirmed flush; two or more.
-        b_new_warm: Passes of B at T1 with a warm prefix cache; one or more.
-        c_new: Passes of C at T1; two or more.
-        a: Generation scores, at T0.
-        b_old: Passes of B at T0, cold.
-        c_old: Passes of C at T0.
-        b_definition: Distribution that A and B describe.
-        c_definition: Distribution that C describes.
-        positions: [response] response position of each score; 0, 1, 2 … where not given.
-    """
-
-    mask: IntArray
-    b_new_cold: tuple[FloatArray, ...] = ()
-    b_new_warm: tuple[FloatArray, ...] = ()
-    c_new: tuple[FloatArray, ...] = ()
-    a: FloatArray | None = None
-    b_old: tuple[FloatArray, ...] = ()
-    c_old: tuple[FloatArray, ...] = ()
-    b_definition: ScoreDefinition = RAW
-    c_definition: ScoreDefinition = RAW
-    positions: IntArray | None = None
-
-    def __post_init__(self) -> None:
-        """Check alignment and finiteness once, so that no later step needs to.
-
-        Raises:
-            ScoreError: Scores that do not line up with the mask or are not finite, or two definitions.
-        """
-        mask = np.asarray(self.mask, dtype=np.int64)
-        put = object.__setattr__
-        put(self, "mask", mask)
-        if self.positions is None:
-            put(self, "positions", np.arange(mask.size, dtype=np.int64))
-        for name in ("b_new_cold", "b_new_warm", "c_new", "b_old", "c_old"):
-            values = getattr(self, name)
-            put(
-                self,
-                name,
-                tuple(checked_scores(v, label=f"{name}[{i}]", count=mask.size) for i, v in enumerate(values)),
-            )
-        if self.a is not None:
-            put(self, "a", checked_scores(self.a, label="a", count=mask.size))
-        require_same_definition(self.b_definition, self.c_definition, label="B-C")
-
-    @classmethod
-    def from_record(cls, record: ReplayRecord) -> ReplayEvidence:
-        """Take the evidence out of a record that was carried across an update."""
-        return cls(
-            mask=record.loss_mask,
-            b_new_cold=record.passes("B", "new", "cold"),
-            b_new_warm=record.passes("B", "new", "warm"),
-            c_new=record.passes("C", "new"),
-            a=next(iter(record.passes("A")), None),
-            b_old=record.passes("B", "old", "cold"),
-            c_old=record.passes("C", "old"),
-            b_definition=record.definitions.get("B", record.definition),
-            c_definition=record.definitions.get("C", record.definition),
-        )
-
-    @classmethod
-    def join(cls, parts: Sequence[ReplayEvidence]) -> ReplayEvidence:
-        """Join several responses; a pass that one of them lacks is dropped from all."""
-        if not parts:
-            raise ScoreError("no evidence to join", expected="one response or more", found=0)
-
-        def passes(name: str) -> tuple[FloatArray, ...]:
-            return tuple(np.concatenate(each) for each in zip(*(getattr(part, name) for part in parts), strict=False))
-
-        generated = [part.a for part in parts if part.a is not None]
-        for part in parts[1:]:
-            require_same_definition(parts[0].b_definition, part.b_definition, label="responses")
-        return cls(
-            mask=np.concatenate([part.mask for part in parts]),
-            positions=np.concatenate([np.asarray(part.positions) for part in parts]),
-            a=np.concatenate(generated) if len(generated) == len(parts) else None,
-            b_definition=parts[0].b_definition,
-            c_definition=parts[0].c_definition,
-            **{name: passes(name) for name in ("b_new_cold", "b_new_warm", "c_new", "b_old", "c_old")},
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,12 +104,13 @@ class ReplayVerdict:
     Attributes:
         status: The outcome.
         reason: One sentence.
-        fingerprint: `""`, `stale`, `partial update`, `stale prefix cache`, `outlier`, `disagreement`.
+        fingerprint: `""`, `constant offset`, `stale`, `partial update`, `trainer state`, `stale prefix cache`, `outlier` or
+            `disagreement`.
         limit_nats: Limit that was used for MAE(B_new - C_new).
         fixed_limit_nats: The policy's fixed limit.
         relative_limit_nats: noise_factor times measured noise.
         limit_reason: Which of the two was used, and why.
-        measured_noise_nats: Largest of the repeat noises and the T0 disagreement (capped).
+        measured_noise_nats: Largest MAE of the repeats and, where T0 agreed, of B_old - C_old.
         power: Whether the response could show a stale worker.
         figures: All differences, each with its subtraction order.
         repeats: All repeat noises.
@@ -264,6 +184,10 @@ def _missing(evidence: ReplayEvidence, policy: ReplayPolicy) -> list[str]:
     return found
 
 
+_Outcome: TypeAlias = tuple[ReplayStatus, str, str]
+"""Status, fingerprint, reason."""
+
+
 class _Judgement:
     """The steps of one judgement, each on the values that the earlier ones left."""
 
@@ -286,27 +210,29 @@ class _Judgement:
             )
             if len(passes) > 1
         )
-        self.gap = self._difference("B_new-C_new", self.b_new, self.c_new)
+        self.gap = self._between("B_new-C_new", self.b_new, self.c_new)
         self.base = self._difference("B_old-C_old", self.b_old, self.c_old)
         self.change = self._difference("C_new-C_old", self.c_new, self.c_old)
         self.moved = self._difference("B_new-B_old", self.b_new, self.b_old)
         self.left_behind = self._difference("B_new-C_old", self.b_new, self.c_old)
         self.warm = [
-            self._difference(f"B_new_warm{i}-B_new_cold", warm, self.b_new)
-            for i, warm in enumerate(evidence.b_new_warm)
+            self._between(f"B_new_warm{i}-B_new_cold0", warm, self.b_new) for i, warm in enumerate(evidence.b_new_warm)
         ]
         self.generated = self._difference("A-B_old", evidence.a, self.b_old)
-        self.repeat_noise = max((noise.mae for noise in self.repeats), default=0.0)
-        noise = max(self.repeat_noise, self.base.mae if self.base else 0.0)
-        self.noise = min(noise, policy.noise_cap_nats)
+        self.base_agrees = self.base is not None and self.base.mae <= policy.noise_cap_nats
+        noises = [noise.mae for noise in self.repeats]
+        if self.base is not None and self.base_agrees:
+            noises.append(self.base.mae)
+        self.noise = max(noises, default=0.0)
         self.relative = policy.noise_factor * self.noise
         self.limit = max(policy.mae_limit_nats, self.relative)
         self.quiet = max(policy.resolution_nats, self.relative)
 
-    def _difference(self, label: str, left: FloatArray | None, right: FloatArray | None) -> Difference | None:
-        if left is None or right is None:
-            return None
+    def _between(self, label: str, left: FloatArray, right: FloatArray) -> Difference:
         return describe_difference((left - right)[self.active], self.positions, label=label)
+
+    def _difference(self, label: str, left: FloatArray | None, right: FloatArray | None) -> Difference | None:
+        return None if left is None or right is None else self._between(label, left, right)
 
     def _followed(self, b_new: FloatArray) -> float | None:
         """Least-squares slope of B's change on C's change: 1 followed, 0 stale."""
@@ -323,17 +249,20 @@ class _Judgement:
         return Power(change, needed, change is not None and change >= needed, self._followed(self.b_new))
 
     def limit_reason(self) -> str:
-        fixed, noise = self.policy.mae_limit_nats, self.noise
-        source = "repeats and |B_old-C_old|" if self.base else "repeats (no T0 scores to compare)"
-        if self.relative > fixed:
-            return f"relative limit: {self.policy.noise_factor:g} times measured noise {noise:.3g} of {source} exceeds {fixed:g}"
-        return (
-            f"fixed limit: {self.policy.noise_factor:g} times measured noise {noise:.3g} of {source} is below {fixed:g}"
-        )
+        fixed, factor = self.policy.mae_limit_nats, self.policy.noise_factor
+        if self.base is None:
+            source = "repeats only, since T0 has no B_old and C_old"
+        elif self.base_agrees:
+            source = f"repeats and MAE(B_old-C_old) = {self.base.mae:.3g}"
+        else:
+            source = f"repeats only, since MAE(B_old-C_old) = {self.base.mae:.3g} is no agreement"
+        chosen, verb = ("relative", "exceeds") if self.relative > fixed else ("fixed", "is not above")
+        return f"{chosen} limit: {factor:g} * measured noise {self.noise:.3g} ({source}) {verb} the fixed {fixed:g}"
 
     def verdict(self) -> ReplayVerdict:
         power = self.power()
-        status, reason, fingerprint = self._outcome(power)
+        outcome = self._unsteady() or self._offset() or self._followed_update(power) or self._cache(power)
+        status, fingerprint, reason = outcome if outcome is not None else self._agreement(power)
         figures = (self.gap, self.base, self.change, self.moved, self.left_behind, *self.warm, self.generated)
         return ReplayVerdict(
             status=status,
@@ -350,91 +279,92 @@ class _Judgement:
             policy=self.policy,
         )
 
-    def _outcome(self, power: Power) -> tuple[ReplayStatus, str, str]:
+    def _unsteady(self) -> _Outcome | None:
         unsteady = [noise for noise in self.repeats if noise.mae > self.policy.repeat_limit_nats]
-        if unsteady:
-            worst = max(unsteady, key=lambda noise: noise.mae)
-            return (
-                ReplayStatus.UNSTABLE,
-                (
-                    f"repeats of {worst.label} differ by {worst.mae:.4g} nat (limit {self.policy.repeat_limit_nats:g}): "
-                    "nothing can be concluded"
-                ),
-                "",
-            )
-        return self._stale(power) or self._cache(power) or self._agreement(power)
-
-    def _stale(self, power: Power) -> tuple[ReplayStatus, str, str] | None:
-        assert self.gap is not None
-        if not power.sees or power.followed is None or power.followed >= self.policy.follow_share:
+        if not unsteady:
             return None
-        if self.gap.mae <= self.quiet:
-            return None
-        assert self.change is not None
-        assert self.moved is not None
-        assert self.left_behind is not None
-        if self.moved.mae <= self.quiet or self.left_behind.mae <= self.quiet:
-            return (
-                ReplayStatus.FAIL,
-                (
-                    f"C moved by {self.change.mae:.4g} nat (C_new-C_old) and B only by {self.moved.mae:.4g} (B_new-B_old), within "
-                    f"noise {self.quiet:.4g}: the worker still scores as T0"
-                ),
-                "stale",
-            )
-        return (
-            ReplayStatus.FAIL,
-            (
-                f"B made only {power.followed:.0%} of the change C_new-C_old ({self.change.mae:.4g} nat), B_new-C_new is "
-                f"{self.gap.mae:.4g}: part of the update is missing or wrong"
-            ),
-            "partial update",
-        )
+        worst = max(unsteady, key=lambda noise: noise.mae)
+        said = f"repeats of {worst.label} differ by {worst.mae:.4g} nat (limit {self.policy.repeat_limit_nats:g})"
+        return ReplayStatus.UNSTABLE, "", f"{said}: nothing can be concluded"
 
-    def _cache(self, power: Power) -> tuple[ReplayStatus, str, str] | None:
-        for index, (difference, scores) in enumerate(zip(self.warm, self.evidence.b_new_warm, strict=True)):
-            assert difference is not None
-            followed = self._followed(scores)
-            lagging = power.sees and followed is not None and followed < self.policy.follow_share
-            if difference.mae >= self.limit or (lagging and difference.mae > self.quiet):
-                return (
-                    ReplayStatus.FAIL,
-                    (
-                        f"warm pass {index} differs from cold by {difference.mae:.4g} nat (limit {self.limit:.4g}): the prefix cache "
-                        "holds keys and values of other weights"
-                    ),
-                    "stale prefix cache",
-                )
+    def _offset(self) -> _Outcome | None:
+        """A constant looks like a change of weights to every later step, so it is named first."""
+        if self.gap.mae < self.limit:
+            return None
+        found = find_constant_offset((self.b_new - self.c_new)[self.active], self.positions)
+        if found is None:
+            return None
+        said = f"B_new-C_new is {found.offset_nats:+.4f} nat on every token from position {found.from_position} on"
+        return ReplayStatus.FAIL, "constant offset", f"{said}: scores were altered after they were computed"
+
+    def _followed_update(self, power: Power) -> _Outcome | None:
+        """Stale, partial, or a trainer that scored with T0; judged against noise even under the fixed limit."""
+        if self.gap.mae <= self.quiet or self.change is None or self.moved is None or self.left_behind is None:
+            return None
+        change, moved, gap = self.change.mae, self.moved.mae, self.gap.mae
+        if change <= self.quiet and moved >= power.needed_nats:
+            said = f"B moved by {moved:.4g} nat (B_new-B_old) and C only by {change:.4g} (C_new-C_old)"
+            return ReplayStatus.FAIL, "trainer state", f"{said}: the trainer's scores are still those of T0"
+        if not power.sees or power.followed is None:
+            return None
+        if min(moved, self.left_behind.mae) <= self.quiet and power.followed < self.policy.follow_share:
+            said = f"C moved by {change:.4g} nat (C_new-C_old) and B only by {moved:.4g} (B_new-B_old), noise {self.quiet:.4g}"
+            return ReplayStatus.FAIL, "stale", f"{said}: the worker still scores as T0"
+        if power.followed < self.policy.follow_share or gap > self.policy.unexplained_share * change:
+            said = f"of the change C_new-C_old ({change:.4g} nat) B made {power.followed:.0%}; B_new-C_new is {gap:.4g} nat"
+            return ReplayStatus.FAIL, "partial update", f"{said}: part of the update is missing or wrong"
         return None
 
-    def _agreement(self, power: Power) -> tuple[ReplayStatus, str, str]:
-        assert self.gap is not None
+    def _cache(self, power: Power) -> _Outcome | None:
+        for difference, scores in zip(self.warm, self.evidence.b_new_warm, strict=True):
+            followed = self._followed(scores)
+            lags = power.sees and followed is not None and followed < self.policy.follow_share
+            if difference.mae >= self.limit or (lags and difference.mae > self.quiet):
+                said = f"{difference.label} is {difference.mae:.4g} nat (limit {self.limit:.4g})"
+                reason = f"{said}: the prefix cache holds keys and values of other weights"
+                return ReplayStatus.FAIL, "stale prefix cache", reason
+        return None
+
+    def _agreement(self, power: Power) -> _Outcome:
         gap, dropped = self._trimmed_gap()
         said = f"MAE(B_new-C_new) is {gap:.4g} nat, limit {self.limit:.4g}"
         if dropped:
             said += f", {dropped} outlier tokens left out by policy (worst {self.gap.maximum:.4g})"
         if gap >= self.limit:
-            typical = self.gap.median < self.limit / 2
-            return ReplayStatus.FAIL, said, "outlier" if typical and self._tail_share() < 0.1 else "disagreement"  # noqa: PLR2004
-        if power.change_mae_nats is None:
-            return ReplayStatus.NO_POWER, f"{said}; without C_old it is unknown whether a stale worker would show", ""
-        if not power.sees:
-            return (
-                ReplayStatus.NO_POWER,
-                (
-                    f"{said}; the update changed the scores by {power.change_mae_nats:.4g} nat (C_new-C_old), needed "
-                    f"{power.needed_nats:.4g}: a stale worker would look the same"
-                ),
-                "",
+            tail = find_tail(
+                (self.b_new - self.c_new)[self.active], limit_nats=self.limit, tolerance_nats=5 * self.limit
             )
-        return ReplayStatus.PASS, f"{said}; a stale worker would show {power.change_mae_nats:.4g}", ""
+            return ReplayStatus.FAIL, "disagreement" if tail is None else "outlier", said
+        if power.change_mae_nats is None:
+            return ReplayStatus.NO_POWER, "", f"{said}; without B_old and C_old a stale worker might look the same"
+        if not power.sees:
+            change, needed = power.change_mae_nats, power.needed_nats
+            why = f"the update moved the scores by {change:.4g} nat (C_new-C_old), {needed:.4g} needed"
+            return ReplayStatus.NO_POWER, "", f"{said}; {why}: a stale worker would look the same"
+        return ReplayStatus.PASS, "", f"{said}; a stale worker would show {power.change_mae_nats:.4g}"
 
     def _trimmed_gap(self) -> tuple[float, int]:
         errors = np.sort(np.abs(self.b_new - self.c_new)[self.active])
-        dropped = int(self.policy.outlier_share * errors.size)
-        kept = errors[: errors.size - dropped]
-        return float(kept.mean()), dropped if float(errors.mean()) >= self.limit else 0
+        dropped = int(self.policy.outlier_share * errors.size) if self.gap.mae >= self.limit else 0
+        return float(errors[: errors.size - dropped].mean()), dropped
 
-    def _tail_share(self) -> float:
-        errors = np.abs(self.b_new - self.c_new)[self.active]
-        return float((errors >= self.limit).mean())
+
+def most_telling(
+    evidence: Sequence[ReplayEvidence], count: int, policy: ReplayPolicy | None = None
+) -> list[tuple[int, Power]]:
+    """Return the responses on which a stale worker would show most, best first.
+
+    Args:
+        evidence: Candidates that hold B_new, C_new, B_old and C_old.
+        count: How many to return at most.
+        policy: Limits; the defaults where None.
+
+    Returns:
+        Index into `evidence` and its power; responses that cannot see a stale worker are left out.
+    """
+    rules = policy if policy is not None else ReplayPolicy()
+    powers = [
+        (index, _Judgement(one, rules).power()) for index, one in enumerate(evidence) if one.b_new_cold and one.c_new
+    ]
+    seeing = [(index, power) for index, power in powers if power.sees and power.change_mae_nats is not None]
+    return sorted(seeing, key=lambda pair: -(pair[1].change_mae_nats or 0.0))[:count]
