@@ -170,7 +170,8 @@ def resident_findings(pair: RankPair, problems: tuple[ResidentProblem, ...]) -> 
 
 def residents(pairs: list[RankPair]) -> tuple[Coverage, list[Finding]]:
     """Return the resident side of coverage over all ranks, with its findings."""
-    coverage, findings = Coverage(), []
+    coverage = Coverage()
+    findings: list[Finding] = []
     for pair in pairs:
         problems = resident_problems(pair[0])
         findings += resident_findings(pair, problems)

@@ -1,0 +1,281 @@
+"""SGLang as a rollout worker, over its HTTP interface (0.5.23); needs neither sglang nor torch in this process.
+
+Digests, layouts and epochs come from our probe through `/weights_checker`; scores from `/generate`. What the server
+says of itself (labels, success flags) is carried, never trusted.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Final
+
+import httpx
+import msgspec
+
+from syncguard.engines.base import EngineStatus, FlushResult, Generation, Scoring
+from syncguard.engines.probe_wire import (
+    ProbeAnswer,
+    ProbeOp,
+    ProbeRequest,
+    decode_answer,
+    encode_request,
+    unpack_observation,
+)
+from syncguard.errors import EngineError, ScoreError, UnreachableError, UnsupportedError
+from syncguard.layout.model import RankLayout
+from syncguard.manifest.model import RankObservation
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+ANSWER_KEY: Final = "syncguard"
+RESPONSE_LIMIT_BYTES: Final = 1 << 30
+SETTINGS: Final[dict[str, float]] = {
+    "temperature": 1.0,
+    "top_p": 1.0,
+    "top_k": -1,
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+    "frequency_penalty": 0.0,
+    "presence_penalty": 0.0,
+}
+"""Sampling in which the raw model's probabilities and those sampled from are the same."""
+
+
+class SglangEngine:
+    """One SGLang server.
+
+    Args:
+        base_url: Such as `http://127.0.0.1:30000`.
+        api_key: The server's API or admin key; sent as a bearer token, never logged.
+        timeout_s: Seconds that one call may take.
+        transport: HTTP transport, for proxies.
+    """
+
+    def __init__(
+        self,
+        base_url: str,
+        *,
+        api_key: str = "",
+        timeout_s: float = 300.0,
+        transport: httpx.BaseTransport | None = None,
+    ) -> None:
+        """Open a connection pool; nothing is sent yet."""
+        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self._url = base_url.rstrip("/")
+        self._client = httpx.Client(
+            base_url=self._url,
+            headers=headers,
+            timeout=httpx.Timeout(timeout_s, connect=min(10.0, timeout_s)),
+            transport=transport,
+            trust_env=False,
+        )
+        self._vocab_size = 0
+        self._engine = ""
+
+    def __enter__(self) -> Self:
+        """Return self."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close the connections."""
+        self.close()
+
+    def status(self) -> EngineStatus:
+        """Return identity, update epoch and label of every rank."""
+        answers, expected = self._ask(ProbeRequest(ProbeOp.STATUS))
+        info = self._get_json("/model_info")
+        if not self._engine:
+            self._engine = f"sglang {self._get_json('/server_info').get('version', '')}".strip()
+        return EngineStatus(
+            engine=self._engine,
+            model=str(info.get("model_path", "")),
+            weight_version_label=str(info.get("weight_version") or ""),
+            expected_ranks=expected,
+            ranks=tuple(answer.status for answer in answers if answer.status is not None),
+            vocab_size=self._vocab_size,
+        )
+
+    def layouts(self) -> tuple[RankLayout, ...]:
+        """Return the layout of every rank."""
+        answers, _ = self._ask(ProbeRequest(ProbeOp.LAYOUT))
+        layouts = tuple(answer.layout for answer in answers if answer.layout is not None)
+        for layout in layouts:
+            for shard in layout.shards():
+                if shard.tensor.fqn.endswith("embed_tokens.weight"):
+                    self._vocab_size = shard.tensor.shape[0]
+        return layouts
+
+    def observe(self, key_seed: bytes) -> tuple[RankObservation, ...]:
+        """Digest every rank's resident memory under a key seed."""
+        answers, _ = self._ask(ProbeRequest(ProbeOp.OBSERVE, key_seed.hex()))
+        return tuple(unpack_observation(answer) for answer in answers)
+
+    def flush(self) -> FlushResult:
+        """Empty the prefix cache; anything but 200 with SGLang's own confirmation is not confirmed."""
+        response = self._send("POST", "/flush_cache", {}, accept_errors=True)
+        words = response.text.strip().splitlines()[0] if response.text.strip() else f"HTTP {response.status_code}"
+        return FlushResult(response.status_code == httpx.codes.OK and words.startswith("Cache flushed"), words)
+
+    def generate(self, prompt_ids: Sequence[int], *, max_new_tokens: int, seed: int) -> Generation:
+        """Generate one response at temperature 1 with no filter, recording A.
+
+        Raises:
+            EngineError: The answer lacks scores, or has another number of them than tokens.
+            ScoreError: A score is not finite.
+        """
+        sampling = {**SETTINGS, "max_new_tokens": max_new_tokens, "ignore_eos": True, "sampling_seed": seed}
+        body = self._post_json(
+            "/generate", {"input_ids": list(prompt_ids), "sampling_params": sampling, "return_logprob": True}
+        )
+        meta = body.get("meta_info", {})
+        ids, scores = self._scores(meta.get("output_token_logprobs"), "generation")
+        if list(ids) != list(body.get("output_ids", [])) or len(ids) != meta.get("completion_tokens"):
+            raise EngineError(
+                "scores of a generation",
+                expected=f"{meta.get('completion_tokens')} scores for {body.get('output_ids')}",
+                found=f"{len(ids)} scores for {list(ids)}",
+                where=self._url,
+                todo="see the engine's log",
+            )
+        label = str(meta.get("weight_version") or "")
+        return Generation(
+            ids, scores, label, {**SETTINGS, "max_new_tokens": float(max_new_tokens), "seed": float(seed)}
+        )
+
+    def score(self, input_ids: Sequence[int], *, prompt_length: int) -> Scoring:
+        """Score a saved response by prefill; no new tokens.
+
+        SGLang reports the id `vocab_size - 1` as 0 among input tokens (`logprob_result_processor.py`, 0.5.23) and takes
+        ids beyond the vocabulary without an error; ids are returned as reported, and the caller compares them.
+        """
+        response_length = len(input_ids) - prompt_length
+        if prompt_length < 1 or response_length < 1:
+            raise ScoreError(
+                "replay request",
+                expected="a prompt and a response",
+                found=f"{len(input_ids)} ids, prompt {prompt_length}",
+            )
+        body = self._post_json(
+            "/generate",
+            {
+                "input_ids": list(input_ids),
+                "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
+                "return_logprob": True,
+                "logprob_start_len": prompt_length - 1,
+            },
+        )
+        meta = body.get("meta_info", {})
+        entries = meta.get("input_token_logprobs")
+        if not isinstance(entries, list) or len(entries) < response_length:
+            raise EngineError(
+                "scores of a replay",
+                expected=f"{response_length} response scores",
+                found=len(entries) if isinstance(entries, list) else "none",
+                where=self._url,
+                todo="see the engine's log",
+            )
+        ids, scores = self._scores(entries[-response_length:], "replay")
+        return Scoring(ids, scores, int(meta.get("cached_tokens", -1)))
+
+    def close(self) -> None:
+        """Close the connections; the server goes on."""
+        self._client.close()
+
+    def _scores(self, entries: Any, what: str) -> tuple[tuple[int, ...], tuple[float, ...]]:
+        try:
+            ids = tuple(int(entry[1]) for entry in entries)
+            scores = tuple(float(entry[0]) for entry in entries)
+        except (TypeError, ValueError, IndexError) as error:
+            raise EngineError(
+                f"scores of a {what}", expected="[logprob, id, text]", found=error, where=self._url
+            ) from error
+        for position, score in enumerate(scores):
+            if not math.isfinite(score):
+                raise ScoreError(
+                    f"score of a {what}",
+                    expected="a finite log-probability",
+                    found=score,
+                    where=f"{self._url} response position {position}",
+                    todo="look at the logits of this position before trusting any other score",
+                )
+        return ids, scores
+
+    def _ask(self, request: ProbeRequest) -> tuple[list[ProbeAnswer], int]:
+        """Return every rank's answer, and how many ranks there should be by their own group sizes."""
+        response = self._send("POST", "/weights_checker", {"action": encode_request(request)}, accept_errors=True)
+        body = self._decoded(response)
+        message = str(body.get("message", ""))
+        if not body.get("success") and "Unsupported action" in message:
+            raise UnsupportedError(
+                "in-rank probe of syncguard",
+                expected="our plugin in every rank",
+                found="an SGLang without it",
+                where=self._url,
+                todo="install syncguard in the engine's environment and let SGLANG_PLUGINS, if set, name it",
+            )
+        if response.status_code != httpx.codes.OK or not body.get("success"):
+            raise EngineError(
+                f"probe request {request.op.value}",
+                expected="success",
+                found=f"HTTP {response.status_code} {message}".strip(),
+                where=self._url,
+                todo="see the engine's log",
+            )
+        answers, expected = [], 0
+        for index, rank in enumerate(body.get("ranks") or []):
+            for info in rank.get("parallelism_info") or []:
+                expected = max(expected, *(int(info.get(k) or 1) for k in ("size", "tp_size")))
+            for key, text in sorted(rank.get("checksums", {}).items()):
+                if key == ANSWER_KEY or key.endswith(f".{ANSWER_KEY}"):
+                    answers.append(decode_answer(text, f"{self._url} rank {index}"))
+        return answers, expected
+
+    def _get_json(self, path: str) -> dict[str, Any]:
+        return self._decoded(self._send("GET", path, None))
+
+    def _post_json(self, path: str, payload: dict[str, Any]) -> dict[str, Any]:
+        return self._decoded(self._send("POST", path, payload))
+
+    def _decoded(self, response: httpx.Response) -> dict[str, Any]:
+        try:
+            body = msgspec.json.decode(response.content)
+        except msgspec.MsgspecError as error:
+            raise EngineError(
+                "answer of the engine",
+                expected="JSON",
+                found=f"HTTP {response.status_code} {response.text[:200]!r}",
+                where=str(response.request.url),
+                todo="check that this address is an SGLang server",
+            ) from error
+        if not isinstance(body, dict):
+            raise EngineError("answer of the engine", expected="a JSON object", found=type(body), where=self._url)
+        return body
+
+    def _send(
+        self, method: str, path: str, payload: dict[str, Any] | None, *, accept_errors: bool = False
+    ) -> httpx.Response:
+        try:
+            response = self._client.request(method, path, json=payload)
+        except httpx.HTTPError as error:
+            raise UnreachableError(
+                "the engine did not answer",
+                found=f"{type(error).__name__}: {error}",
+                where=f"{self._url}{path}",
+                todo="check that the server runs and that the address is right",
+            ) from error
+        if len(response.content) > RESPONSE_LIMIT_BYTES:
+            raise EngineError("answer of the engine", expected="at most 1 GiB", found=len(response.content), where=path)
+        if response.status_code != httpx.codes.OK and not accept_errors:
+            raise EngineError(
+                f"{method} {path}",
+                expected="HTTP 200",
+                found=f"HTTP {response.status_code} {response.text[:300]!r}",
+                where=self._url,
+                todo="see the engine's log",
+            )
+        return response

@@ -1,0 +1,176 @@
+"""The probe inside SGLang: an entry point of the group `sglang.srt.plugins`, no fork and no patch.
+
+SGLang (0.5.23, `srt/plugins/__init__.py`) calls `install` in each of its processes. It registers
+
+- an AROUND hook on `WeightChecker.handle`, so that our own actions on the `/weights_checker` route are answered by each
+  rank's scheduler thread, gathered over the tensor-parallel group, and returned by HTTP (the one channel that reaches
+  every rank, waits for no request, works while generation is paused, and needs no session that would rewrite weights);
+- AROUND hooks on everything that can change weights, so that each rank counts its updates: the update calls and sessions
+  of `SchedulerWeightUpdaterManager`, memory release and resume, and the checker's own `reset_tensors`.
+
+Observations and updates run on the same thread, so a single rank's reading never sees half an update.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any, Final
+
+from syncguard.engines.probe_wire import (
+    ACTION_PREFIX,
+    ProbeAnswer,
+    ProbeOp,
+    decode_request,
+    encode_answer,
+    pack_observation,
+)
+from syncguard.engines.rank_probe import RankProbe
+from syncguard.errors import SyncguardError
+from syncguard.layout.model import RankIdentity
+
+logger = logging.getLogger(__name__)
+
+ANSWER_KEY: Final = "syncguard"
+CHECKER: Final = "sglang.srt.utils.weight_checker.WeightChecker.handle"
+MANAGER: Final = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
+SCHEDULER: Final = "sglang.srt.managers.scheduler.Scheduler"
+# Each call below is one update, finished when it returns, well or not: a failed one may have written a part.
+UPDATE_CALLS: Final = (
+    f"{MANAGER}.update_weights_from_disk",
+    f"{MANAGER}.update_weights_from_tensor",
+    f"{MANAGER}.update_weights_from_distributed",
+    f"{MANAGER}.update_weights_from_ipc",
+    f"{MANAGER}.release_memory_occupation",
+    f"{MANAGER}.resume_memory_occupation",
+    f"{SCHEDULER}.load_lora_adapter",
+    f"{SCHEDULER}.load_lora_adapter_from_tensors",
+    f"{SCHEDULER}.unload_lora_adapter",
+)
+WRITING_ACTIONS: Final = frozenset({"reset_tensors"})
+
+
+class ProcessProbes:
+    """The probes of one engine process, one a model role, with the updates that happened before they were made."""
+
+    def __init__(self) -> None:
+        """Start without probes and without updates."""
+        self._probes: dict[str, RankProbe] = {}
+        self._finished = 0
+        self._open = 0
+
+    def started(self) -> None:
+        """Count an update that began."""
+        self._open += 1
+        for probe in self._probes.values():
+            probe.update_started()
+
+    def finished(self) -> None:
+        """Count an update that ended."""
+        self._open = max(0, self._open - 1)
+        self._finished += 1
+        for probe in self._probes.values():
+            probe.update_finished()
+
+    def of(self, checker: Any, role: str) -> RankProbe:
+        """Return the probe of a role, made at its first use from SGLang's own `WeightChecker`.
+
+        A probe that is made late counts the same updates as one made at the start.
+        """
+        probe = self._probes.get(role)
+        if probe is None:
+            placement = checker._parallelism_info(role=role).model_dump()  # noqa: SLF001 - the checker's own identity
+            probe = RankProbe(rank_identity(placement, role), checker._get_model)  # noqa: SLF001 - as above
+            for _ in range(self._finished):
+                probe.update_finished()
+            for _ in range(self._open):
+                probe.update_started()
+            self._probes[role] = probe
+        return probe
+
+
+def rank_identity(placement: dict[str, Any], role: str) -> RankIdentity:
+    """Return the rank that SGLang's `ParallelismInfo` (0.5.23) describes."""
+    return RankIdentity(
+        tp_rank=int(placement["tp_rank"]),
+        tp_size=int(placement["tp_size"]),
+        pp_rank=int(placement["pp_rank"]),
+        pp_size=int(placement["pp_size"]),
+        dp_rank=int(placement.get("dp_rank") or 0),
+        dp_size=int(placement.get("dp_size") or 1),
+        role=role,
+    )
+
+
+def answer(probe: RankProbe, action: str) -> ProbeAnswer:
+    """Answer one request; an error becomes a part of the answer, so that one rank never hangs the others."""
+    try:
+        request = decode_request(action)
+        if request.op is ProbeOp.STATUS:
+            return ProbeAnswer(status=probe.status())
+        if request.op is ProbeOp.LAYOUT:
+            return ProbeAnswer(layout=probe.layout())
+        return pack_observation(probe.observe(bytes.fromhex(request.key_seed_hex)))
+    except SyncguardError as error:
+        return ProbeAnswer(error=error.as_dict())
+    except Exception as error:  # raised, it would leave the other ranks waiting in the gather
+        logger.exception("syncguard probe failed")
+        return ProbeAnswer(
+            error={
+                "code": "ENGINE",
+                "what": "in-rank probe failed",
+                "found": f"{type(error).__name__}: {error}",
+                "where": str(probe.rank),
+                "todo": "see the engine's log",
+            }
+        )
+
+
+def install() -> None:
+    """Register the hooks; called by SGLang in each of its processes.
+
+    A target that this SGLang does not have is logged by SGLang and ignored; the agent sees a missing probe as
+    UNSUPPORTED, never as ready.
+    """
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    probes = ProcessProbes()
+
+    def on_check(original: Any, checker: Any, action: str, *args: Any, **kwargs: Any) -> Any:
+        if not action.startswith(ACTION_PREFIX):
+            if action not in WRITING_ACTIONS:
+                return original(checker, action, *args, **kwargs)
+            return counted(original, checker, action, *args, **kwargs)
+        role = kwargs["role"]
+        probe = probes.of(checker, role)
+        return {
+            "checksums": {ANSWER_KEY: encode_answer(answer(probe, action))},
+            "per_gpu_checksum": "",
+            "parallelism_info": checker._parallelism_info(role=role).model_dump(),  # noqa: SLF001 - required field
+        }
+
+    def counted(original: Any, *args: Any, **kwargs: Any) -> Any:
+        probes.started()
+        try:
+            return original(*args, **kwargs)
+        finally:
+            probes.finished()
+
+    def on_begin(original: Any, *args: Any, **kwargs: Any) -> Any:
+        # A session is open from before its first write, and stays open when beginning broke half-way.
+        opened = getattr(args[0], "_session", None) is None
+        if opened:
+            probes.started()
+        return original(*args, **kwargs)
+
+    def on_end(original: Any, *args: Any, **kwargs: Any) -> Any:
+        closing = getattr(args[0], "_session", None) is not None
+        result = original(*args, **kwargs)
+        if closing and getattr(args[0], "_session", None) is None:
+            probes.finished()
+        return result
+
+    HookRegistry.register(CHECKER, on_check, HookType.AROUND)
+    HookRegistry.register(f"{MANAGER}.begin_weight_update", on_begin, HookType.AROUND)
+    HookRegistry.register(f"{MANAGER}.end_weight_update", on_end, HookType.AROUND)
+    for target in UPDATE_CALLS:
+        HookRegistry.register(target, counted, HookType.AROUND)
