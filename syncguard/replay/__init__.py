@@ -11,13 +11,16 @@ from syncguard.replay.compare import (
     measure_repeat_noise,
     objective_effect,
 )
+from syncguard.replay.diagnose import diagnose
 from syncguard.replay.evidence import ReplayEvidence
+from syncguard.replay.explain import ADVICE, Diagnosis, Kind
 from syncguard.replay.policy import (
     Power,
     ReplayPolicy,
     ReplayStatus,
     ReplayVerdict,
     judge_replay,
+    most_telling,
 )
 from syncguard.replay.record import A, ReplayRecord, ScoreKey, b_key, c_key
 from syncguard.replay.record_file import load_many, save_many
@@ -35,10 +38,13 @@ from syncguard.replay.scores import (
 )
 
 __all__ = [
+    "ADVICE",
     "RAW",
     "A",
+    "Diagnosis",
     "Difference",
     "Interval",
+    "Kind",
     "ObjectiveEffect",
     "Power",
     "RepeatNoise",
@@ -57,10 +63,12 @@ __all__ = [
     "checked_scores",
     "combine_normalizers",
     "compare_scores",
+    "diagnose",
     "judge_replay",
     "load_many",
     "logsumexp_rows",
     "measure_repeat_noise",
+    "most_telling",
     "objective_effect",
     "require_same_definition",
     "response_scores_from_logits",
