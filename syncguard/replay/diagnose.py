@@ -18,7 +18,7 @@ from syncguard.replay.evidence import ReplayEvidence
 from syncguard.replay.explain import Diagnosis, Kind, Side, conclude
 from syncguard.replay.policy import ReplayPolicy, ReplayStatus, judge_replay
 from syncguard.replay.record import ReplayRecord
-from syncguard.replay.shapes import PairView, Shape, strong_shape, weak_shape
+from syncguard.replay.shapes import PairView, Shape, missing_scores, strong_shape, weak_shape
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -190,6 +190,9 @@ class _Walk:
         self._learn_noise(pairs)
         bad = {label for label, mae in pairs.items() if mae >= self.limit}
         self.path.append(f"which pairs stand above {self.limit:.4g} nat? {', '.join(sorted(bad)) or 'none'}")
+        missing = self._missing_scores(a, b, c)
+        if missing is not None:
+            return missing
         if not bad:
             training = self._training_forward()
             agreed = f"every pair is under {self.limit:.4g} nat"
@@ -203,6 +206,21 @@ class _Walk:
         return self._end(
             Kind.AMBIGUOUS, "", "A-C stands above the limit, A-B and B-C stay under it", ("small gaps that add",)
         )
+
+    def _missing_scores(
+        self, a: list[FloatArray] | None, b: list[FloatArray], c: list[FloatArray] | None
+    ) -> Diagnosis | None:
+        suspects: tuple[tuple[Side, list[FloatArray] | None, list[FloatArray] | None], ...] = (
+            ("A", a, b),
+            ("C", c, b),
+            ("B", b, c),
+        )
+        for side, scores, other in suspects:
+            if scores is not None and other is not None:
+                found = self._shaped(missing_scores(self._view(side, scores, other)), side)
+                if found is not None:
+                    return found
+        return None
 
     def _learn_noise(self, pairs: Mapping[str, float]) -> None:
         """The best agreeing pair measures noise across engines, which repeats of one engine do not show."""

@@ -23,9 +23,11 @@ MIN_TOKENS: Final = 8
 
 _OFFSET_RESIDUAL = 0.4  # what remains beside a constant, as a share of it
 _SHIFT_RESIDUAL = 0.35  # what remains after shifting, as a share of the unshifted error
-_TEMPERATURE_EXPLAINED = 0.25  # variance that the score itself must explain
-_TEMPERATURE_STUDENT = 5.0  # slope over its standard error
-_TEMPERATURE_SLOPE = (0.15, 1.8)  # slope over 1/T - 1; the entropy of each row, not recorded, moves it around 1
+_VISIBLE_TEMPERATURE = 0.02  # a change of 1/T under this is never seen
+_TEMPERATURE_WRONG = 0.02  # tokens on the impossible side of log p / T
+_TEMPERATURE_EXPLAINED = 0.05  # variance that the score itself must explain
+_TEMPERATURE_STUDENT = 4.0  # slope over its standard error
+_TEMPERATURE_SLOPE = (0.1, 2.0)  # slope over 1/T - 1; the entropy of each row, not recorded, moves it around 1
 _DIVERGED_SHARE = 0.35  # tokens beyond noise after a divergence
 _CALM_SHARE = 0.06  # and before it
 _DIVERGENCE_NATS = 8.0  # log-likelihood gained by the change point; its 2 free parameters are worth about 2
@@ -172,33 +174,48 @@ class TemperatureShape:
     explained: float
 
 
-def find_temperature(delta: FloatArray, reference: FloatArray, temperature: float) -> TemperatureShape | None:
-    """Look for a temperature on one side only.
+def find_temperature(
+    suspect: FloatArray, reference: FloatArray, temperature: float, *, tolerance_nats: float
+) -> TemperatureShape | None:
+    """Look for a temperature on one side only, whichever it is.
 
-    To first order log p_T - log p = (1/T - 1) (log p + H) with H the entropy of the row: the slope on log p has a known
-    sign and scale. Scores alone cannot prove it; the same logits scored both ways can (`definition_check`).
+    With p the raw probabilities of a row, log p_T = log p / T - log sum(p^(1/T)). The sum is at least 1 for T > 1 and at most
+    1 for T < 1, so log p_T lies on a known side of log p / T on *every* token, and the difference has a known slope on
+    log p. Scores alone cannot prove it; the same logits scored both ways can.
 
     Args:
-        delta: [active] suspect minus reference.
-        reference: [active] scores of the reference.
+        suspect: [active] scores.
+        reference: [active] scores.
         temperature: Temperature of the sampling settings; at 1 there is nothing to confuse.
+        tolerance_nats: Differences up to this are noise.
     """
-    expected = 1 / temperature - 1
-    if abs(expected) < 0.02 or delta.size < 2 * MIN_TOKENS or float(reference.std()) == 0:  # noqa: PLR2004 - 2 % is invisible
+    if abs(1 / temperature - 1) < _VISIBLE_TEMPERATURE or suspect.size < 2 * MIN_TOKENS:
         return None
-    x = reference - reference.mean()
-    y = delta - delta.mean()
-    slope = float(x @ y / (x @ x))
+    for heated, raw in ((suspect, reference), (reference, suspect)):
+        bound = heated - raw / temperature
+        wrong = bound > tolerance_nats if temperature > 1 else bound < -tolerance_nats
+        if float(wrong.mean()) <= _TEMPERATURE_WRONG:
+            delta = heated - raw
+            # Without its largest differences the slope must still be there: one outlier makes a slope of its own.
+            kept = np.argsort(np.abs(delta))[: delta.size - max(1, int(_SINGLE_SHARE * delta.size))]
+            shape = _temperature_slope(delta[kept], raw[kept], temperature)
+            if shape is not None:
+                return shape
+    return None
+
+
+def _temperature_slope(delta: FloatArray, raw: FloatArray, temperature: float) -> TemperatureShape | None:
+    x, y = raw - raw.mean(), delta - delta.mean()
+    energy, total = float(x @ x), float(y @ y)
+    if energy == 0 or total == 0:
+        return None
+    slope = float(x @ y) / energy
     residual = y - slope * x
-    total = float(y @ y)
-    if total == 0:
-        return None
-    error = math.sqrt(float(residual @ residual) / (delta.size - 2) / float(x @ x))
-    shape = TemperatureShape(
-        temperature, slope, abs(slope) / max(error, 1e-300), 1 - float(residual @ residual) / total
-    )
+    left = float(residual @ residual)
+    error = math.sqrt(left / (delta.size - 2) / energy)
+    shape = TemperatureShape(temperature, slope, abs(slope) / max(error, 1e-300), 1 - left / total)
     low, high = _TEMPERATURE_SLOPE
-    fits = low <= slope / expected <= high and shape.student >= _TEMPERATURE_STUDENT
+    fits = low <= slope / (1 / temperature - 1) <= high and shape.student >= _TEMPERATURE_STUDENT
     return shape if fits and shape.explained >= _TEMPERATURE_EXPLAINED else None
 
 

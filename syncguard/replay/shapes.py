@@ -97,6 +97,11 @@ def weak_shape(view: PairView) -> Shape | None:
     return _temperature(view) or _agreed([_divergence(view, index) for index in range(len(view.masks))]) or _tail(view)
 
 
+def missing_scores(view: PairView) -> Shape | None:
+    """Return zeros in place of scores, which on confident tokens hide under any limit of a mean."""
+    return _agreed([_zeros(view, index) for index in range(len(view.masks))])
+
+
 def _agreed(found: Sequence[Shape | None]) -> Shape | None:
     """Return the shape that most responses show; one response in two must show it."""
     counts = Counter(shape.kind.value for shape in found if shape is not None)
@@ -121,7 +126,7 @@ def _zeros(view: PairView, index: int) -> Shape | None:
 
 def _shift(view: PairView, index: int) -> Shape | None:
     moved = find_shift(view.suspects[index], view.references[index], view.masks[index])
-    if moved is None:
+    if moved is None or _divergence(view, index) is not None:  # a shift that begins later is another event
         return None
     place = "previous" if moved.by > 0 else "next"
     return Shape(
@@ -145,7 +150,7 @@ def _offset(view: PairView) -> Shape | None:
 
 def _temperature(view: PairView) -> Shape | None:
     delta, _, reference = view.joined()
-    heated = find_temperature(delta, reference, view.temperature)
+    heated = find_temperature(delta + reference, reference, view.temperature, tolerance_nats=view.tolerance_nats)
     if heated is None:
         return None
     return Shape(
