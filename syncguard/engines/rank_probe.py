@@ -15,16 +15,15 @@ from typing import TYPE_CHECKING, Any, Final
 from syncguard.digest import ALGORITHM, DigestJob, PartialDigest, engine_for
 from syncguard.engines.base import RankStatus
 from syncguard.errors import ObservationRacedError
-from syncguard.layout.derived import check_derived
 from syncguard.layout.ops import apply_ops
-from syncguard.layout.walk import walk_model
+from syncguard.layout.walk import FOLLOWED, is_tensor, live_expert_placement, walk_model
 from syncguard.manifest.model import CheckResult, RankObservation
 from syncguard.spec import Box, dtype_named
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from syncguard.layout.model import Padding, RankIdentity, RankLayout
+    from syncguard.layout.model import Derived, Padding, RankIdentity, RankLayout
 
 _PLAIN: Final = (bool, int, str, type(None))
 _LAYOUTS_KEPT: Final = 4
@@ -123,7 +122,7 @@ class RankProbe:
             _padding_result(claim, bound.jobs[job].view, partials[job])
             for claim, job in zip(bound.layout.paddings, bound.padding_job, strict=True)
         )
-        derived = tuple(check_result(claim, bound.tensors) for claim in bound.layout.derived)
+        derived = tuple(_derived_result(claim) for claim in bound.layout.derived)
         moved = self._moved(bound.tensors)
         if self.status() != before:
             raise ObservationRacedError(
@@ -180,17 +179,32 @@ def _signature(model: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     """
     settings: list[Any] = []
     places: list[Any] = []
+    placement = live_expert_placement()
     for name, module in model.named_modules():
         settings += (name, type(module))
         for members in (module.__dict__, module._parameters, module._buffers):  # noqa: SLF001 - torch's own registries
             for key, value in members.items():
-                if isinstance(value, _PLAIN):
-                    settings += (key, value)
-                elif isinstance(value, list | tuple):
-                    settings += (key, tuple(item for item in value if isinstance(item, _PLAIN)))
-                elif hasattr(value, "data_ptr"):
-                    places += (name, key, value.data_ptr(), value.shape, value.stride(), value.dtype)
+                _sign(name, key, value, settings, places)
+        if placement is not None and "_num_local_routed" in module.__dict__:
+            first = module._expert_storage_rank * module._num_local_routed  # noqa: SLF001 - the live slots
+            settings += [placement(module.layer_id, first + slot) for slot in range(module._num_local_routed)]  # noqa: SLF001
     return tuple(settings), tuple(places)
+
+
+def _sign(name: str, key: str, value: Any, settings: list[Any], places: list[Any]) -> None:
+    if isinstance(value, _PLAIN):
+        settings += (key, value)
+    elif is_tensor(value):
+        places += (name, key, value.data_ptr(), value.shape, value.stride(), value.dtype)
+    elif isinstance(value, list | tuple):
+        settings += (key, tuple(item for item in value if isinstance(item, _PLAIN)))
+        for item in value:
+            if is_tensor(item):
+                _sign(name, key, item, settings, places)
+    elif key in FOLLOWED and hasattr(value, "__dict__") and not hasattr(value, "_modules"):
+        settings.append(type(value))
+        for inner, held in vars(value).items():
+            _sign(name, inner, held, settings, places)
 
 
 def _bound(layout: RankLayout, tensors: Mapping[str, Any]) -> _Bound:
@@ -280,6 +294,6 @@ def _bytes_unlike(view: Any, value_byte: int) -> list[tuple[int, ...]]:
     return [tuple(int(i) for i in np.unravel_index(w, tuple(view.shape))) for w in wrong.tolist()]
 
 
-def check_result(claim: Any, tensors: Mapping[str, Any]) -> CheckResult:
-    """Check one derived-state claim against the live tensors; a check that breaks is a failed check."""
-    return check_derived(claim, tensors)
+def _derived_result(claim: Derived) -> CheckResult:
+    """Judge a derived-state claim; a rule that this probe does not know has not been checked, so it does not hold."""
+    return CheckResult(ok=False, detail=f"rule {claim.rule} is not known to this probe")

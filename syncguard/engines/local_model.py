@@ -1,0 +1,366 @@
+"""Qwen3 and Qwen3-MoE of the embedded engine: one module tree a rank, run in step, addends summed in rank order.
+
+Module paths and class names as in `models/qwen3.py` and `models/qwen3_moe.py` of SGLang 0.5.23.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from syncguard.engines.local_layers import (
+    Group,
+    MergedColumnParallelLinear,
+    ParallelLMHead,
+    QKVParallelLinear,
+    ReplicatedLinear,
+    RMSNorm,
+    RotaryEmbedding,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+)
+from syncguard.engines.local_moe import FusedMoE, Qwen3MoeSparseMoeBlock
+from syncguard.errors import CheckpointError, UnsupportedError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from syncguard.engines.local_cache import KVCache
+
+_LAYER: Final = re.compile(r"model\.layers\.(\d+)\.(.+)")
+_EXPERT: Final = re.compile(r"mlp\.experts\.(\d+)\.(gate|up|down)_proj\.weight")
+
+
+@dataclass(frozen=True, slots=True)
+class LocalConfig:
+    """The part of `config.json` that shapes the model. Sizes in elements."""
+
+    architecture: str
+    hidden_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    intermediate_size: int
+    vocab_size: int
+    max_position_embeddings: int
+    rms_norm_eps: float
+    rope_theta: float
+    tie_word_embeddings: bool
+    attention_bias: bool = False
+    num_experts: int = 0
+    num_experts_per_tok: int = 0
+    moe_intermediate_size: int = 0
+    norm_topk_prob: bool = True
+    decoder_sparse_step: int = 1
+    mlp_only_layers: tuple[int, ...] = ()
+    dtype: str = "float32"
+
+    @classmethod
+    def from_dict(cls, raw: dict[str, Any]) -> LocalConfig:
+        """Read the keys of a Transformers config.
+
+        Raises:
+            UnsupportedError: Another architecture, or scaled rotary positions.
+            CheckpointError: A key is missing.
+        """
+        names = raw.get("architectures") or [""]
+        if names[0] not in ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM"):
+            raise UnsupportedError(
+                "architecture of the embedded engine", expected="Qwen3ForCausalLM Qwen3MoeForCausalLM", found=names[0]
+            )
+        rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+        if rope.get("rope_type", rope.get("type", "default")) != "default":
+            raise UnsupportedError("rotary positions of the embedded engine", expected="default", found=rope)
+        values = {name: raw[name] for name in cls.__dataclass_fields__ if name in raw}
+        values["architecture"] = names[0]
+        # Transformers 5 writes the number of experts under the name that Mixtral gave it.
+        values["num_experts"] = raw.get("num_experts", raw.get("num_local_experts", 0))
+        values["dtype"] = str(raw.get("dtype") or raw.get("torch_dtype") or "float32").removeprefix("torch.")
+        values["rope_theta"] = float(rope.get("rope_theta", raw.get("rope_theta", 1e6)))
+        values.setdefault("tie_word_embeddings", False)
+        values["mlp_only_layers"] = tuple(raw.get("mlp_only_layers") or ())
+        try:
+            return cls(**values)
+        except TypeError as error:
+            raise CheckpointError("config.json lacks what the model needs", found=error) from error
+
+    @classmethod
+    def from_folder(cls, folder: Path) -> LocalConfig:
+        """Read `config.json` of a checkpoint folder.
+
+        Raises:
+            CheckpointError: There is none, or it is not JSON.
+        """
+        try:
+            return cls.from_dict(json.loads((folder / "config.json").read_text(encoding="utf-8")))
+        except (OSError, ValueError) as error:
+            raise CheckpointError("config.json cannot be read", found=error, where=folder) from error
+
+    def is_sparse(self, layer: int) -> bool:
+        """Return whether a layer has experts, by the rule of Qwen3-MoE."""
+        return (
+            self.num_experts > 0
+            and layer not in self.mlp_only_layers
+            and (layer + 1) % self.decoder_sparse_step == 0
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where one rank stands in each group, as SGLang's `runtime_context` computes it."""
+
+    tp: Group
+    moe_ep: Group
+    moe_tp: Group
+
+    @classmethod
+    def of(cls, tp_rank: int, tp_size: int, ep_size: int) -> Place:
+        """Return the groups of a rank; expert-tensor parallelism is what expert parallelism leaves."""
+        moe_tp_size = tp_size // ep_size
+        return cls(
+            Group(tp_rank, tp_size),
+            Group(tp_rank // moe_tp_size, ep_size),
+            Group(tp_rank % moe_tp_size, moe_tp_size),
+        )
+
+
+class Qwen3MLP(nn.Module):
+    """Dense SwiGLU."""
+
+    def __init__(self, config: LocalConfig, place: Place, dtype: torch.dtype) -> None:
+        """Allocate this rank's shards."""
+        super().__init__()
+        hidden, inner = config.hidden_size, config.intermediate_size
+        self.gate_up_proj = MergedColumnParallelLinear(hidden, [inner, inner], group=place.tp, dtype=dtype)
+        self.down_proj = RowParallelLinear(inner, hidden, group=place.tp, dtype=dtype)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return this rank's addend."""
+        gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
+        added: torch.Tensor = self.down_proj(functional.silu(gate) * up)
+        return added
+
+
+class Qwen3Attention(nn.Module):
+    """Grouped-query attention with normed queries and keys."""
+
+    def __init__(self, config: LocalConfig, place: Place, dtype: torch.dtype, rope: RotaryEmbedding) -> None:
+        """Allocate this rank's heads."""
+        super().__init__()
+        self.head_dim = config.head_dim
+        heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+        bias = config.attention_bias
+        self.q_norm = RMSNorm(self.head_dim, config.rms_norm_eps, dtype=dtype)
+        self.k_norm = RMSNorm(self.head_dim, config.rms_norm_eps, dtype=dtype)
+        self.qkv_proj = QKVParallelLinear(
+            config.hidden_size, self.head_dim, heads, kv_heads, group=place.tp, dtype=dtype, bias=bias
+        )
+        self.o_proj = RowParallelLinear(
+            heads * self.head_dim, config.hidden_size, group=place.tp, dtype=dtype, bias=bias
+        )
+        self.rotary_emb = rope
+
+    def forward(self, x: torch.Tensor, positions: torch.Tensor, cache: KVCache, layer: int) -> torch.Tensor:
+        """Return this rank's addend; appends this step's keys and values to the cache.
+
+        Args:
+            x: `[tokens, hidden]`.
+            positions: int64 `[tokens]`, consecutive, after those in the cache.
+            cache: Keys and values of this rank.
+            layer: Index of the layer.
+        """
+        sizes = self.qkv_proj.output_partition_sizes
+        q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in self.qkv_proj(x).split(sizes, dim=-1))
+        q = self.rotary_emb(positions, self.q_norm(q))
+        keys, values = cache.append(layer, self.rotary_emb(positions, self.k_norm(k)), v)
+        groups = q.shape[1] // keys.shape[1]
+        keys, values = (t.repeat_interleave(groups, dim=1).transpose(0, 1) for t in (keys, values))
+        seen = torch.arange(keys.shape[1]) <= positions.unsqueeze(-1)
+        out = functional.scaled_dot_product_attention(q.transpose(0, 1), keys, values, attn_mask=seen)
+        added: torch.Tensor = self.o_proj(out.transpose(0, 1).flatten(1))
+        return added
+
+
+class Qwen3DecoderLayer(nn.Module):
+    """Attention and MLP of one layer, with their norms; run by `forward_ranks`."""
+
+    def __init__(
+        self, config: LocalConfig, place: Place, dtype: torch.dtype, rope: RotaryEmbedding, layer: int
+    ) -> None:
+        """Allocate this rank's part of the layer."""
+        super().__init__()
+        self.self_attn = Qwen3Attention(config, place, dtype, rope)
+        self.mlp: nn.Module
+        if config.is_sparse(layer):
+            self.mlp = Qwen3MoeSparseMoeBlock(
+                ReplicatedLinear(config.hidden_size, config.num_experts, dtype=dtype),
+                FusedMoE(
+                    config.num_experts,
+                    config.hidden_size,
+                    config.moe_intermediate_size,
+                    layer_id=layer,
+                    top_k=config.num_experts_per_tok,
+                    moe_ep=place.moe_ep,
+                    moe_tp=place.moe_tp,
+                    dtype=dtype,
+                ),
+                renormalize=config.norm_topk_prob,
+            )
+        else:
+            self.mlp = Qwen3MLP(config, place, dtype)
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype)
+
+
+class Qwen3Model(nn.Module):
+    """Embedding, layers and final norm of one rank."""
+
+    def __init__(self, config: LocalConfig, place: Place, dtype: torch.dtype) -> None:
+        """Allocate this rank's part."""
+        super().__init__()
+        self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, group=place.tp, dtype=dtype)
+        rope = RotaryEmbedding(config.head_dim, config.max_position_embeddings, config.rope_theta)
+        self.layers = nn.ModuleList(
+            Qwen3DecoderLayer(config, place, dtype, rope, layer) for layer in range(config.num_hidden_layers)
+        )
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype)
+
+
+class Qwen3ForCausalLM(nn.Module):
+    """Dense model of one rank; a tied head *is* the embedding module, as in SGLang."""
+
+    lm_head: VocabParallelEmbedding
+
+    def __init__(self, config: LocalConfig, place: Place, dtype: torch.dtype) -> None:
+        """Allocate this rank's part, all zero until loaded."""
+        super().__init__()
+        self.config = config
+        self.model = Qwen3Model(config, place, dtype)
+        self.lm_head = (
+            self.model.embed_tokens
+            if config.tie_word_embeddings and self.shares_tied_head()
+            else ParallelLMHead(config.vocab_size, config.hidden_size, group=place.tp, dtype=dtype)
+        )
+
+    @staticmethod
+    def shares_tied_head() -> bool:
+        """Return whether a tied head is the embedding module itself."""
+        return True
+
+    def load_one(self, name: str, tensor: torch.Tensor) -> bool:
+        """Load one checkpoint tensor into this rank's storage, in place.
+
+        Returns:
+            False for a name that has no place here, which engines drop in silence.
+
+        Raises:
+            EngineError: The shape does not fit.
+        """
+        if name == "model.embed_tokens.weight":
+            self.model.embed_tokens.load(tensor, name=name)
+            return True
+        if name == "lm_head.weight":
+            if self.lm_head is not self.model.embed_tokens:
+                self.lm_head.load(tensor, name=name)
+            return True
+        if name == "model.norm.weight":
+            self.model.norm.load(tensor, name=name)
+            return True
+        found = _LAYER.fullmatch(name)
+        if found is None or int(found[1]) >= len(self.model.layers):
+            return False
+        return _load_in_layer(self.model.layers[int(found[1])], found[2], tensor, name)
+
+
+class Qwen3MoeForCausalLM(Qwen3ForCausalLM):
+    """Mixture-of-experts model of one rank; always has a head of its own, as in SGLang."""
+
+    @staticmethod
+    def shares_tied_head() -> bool:
+        """Return False: `models/qwen3_moe.py` allocates a head even for a tied checkpoint."""
+        return False
+
+
+def _load_in_layer(layer: Any, rest: str, tensor: torch.Tensor, name: str) -> bool:
+    block, _, kind = rest.rpartition(".")
+    expert = _EXPERT.fullmatch(rest)
+    sparse = isinstance(layer.mlp, Qwen3MoeSparseMoeBlock)
+    if expert is not None:
+        if sparse:
+            layer.mlp.experts.load(int(expert[1]), expert[2], tensor, name=name)
+        return sparse
+    if kind not in ("weight", "bias"):
+        return False
+    match block.split("."):
+        case ["self_attn", ("q_proj" | "k_proj" | "v_proj") as part]:
+            layer.self_attn.qkv_proj.load(part[0], tensor, name=name)
+        case ["self_attn", ("o_proj" | "q_norm" | "k_norm") as part]:
+            getattr(layer.self_attn, part).load(tensor, name=name)
+        case ["input_layernorm" | "post_attention_layernorm" as part]:
+            getattr(layer, part).load(tensor, name=name)
+        case ["mlp", "gate"] if sparse:
+            layer.mlp.gate.load(tensor, name=name)
+        case ["mlp", ("gate_proj" | "up_proj") as part] if not sparse:
+            layer.mlp.gate_up_proj.load(int(part == "up_proj"), tensor, name=name)
+        case ["mlp", "down_proj"] if not sparse:
+            layer.mlp.down_proj.load(tensor, name=name)
+        case _:
+            return False
+    return True
+
+
+def build_ranks(config: LocalConfig, *, tp_size: int, ep_size: int, dtype: torch.dtype) -> list[Qwen3ForCausalLM]:
+    """Return one model tree per rank, zero until loaded.
+
+    Raises:
+        EngineError: The sizes do not divide.
+    """
+    cls = Qwen3MoeForCausalLM if config.architecture == "Qwen3MoeForCausalLM" else Qwen3ForCausalLM
+    return [cls(config, Place.of(rank, tp_size, ep_size), dtype).eval() for rank in range(tp_size)]
+
+
+def all_reduce(addends: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the sum in rank order, rounded to the activation dtype after each addition."""
+    total = addends[0]
+    for addend in addends[1:]:
+        total = total + addend
+    return total
+
+
+def forward_ranks(
+    ranks: Sequence[Qwen3ForCausalLM], ids: torch.Tensor, caches: Sequence[KVCache], *, start: int, logits_from: int
+) -> torch.Tensor:
+    """Run all ranks in step over tokens that follow those in the caches.
+
+    Args:
+        ranks: One model per rank.
+        ids: int64 `[tokens]`.
+        caches: One per rank, holding `start` tokens; extended by these.
+        start: Position of the first token.
+        logits_from: First of these tokens whose logits are wanted.
+
+    Returns:
+        fp32 `[tokens - logits_from, vocabulary]`, cut to the real vocabulary.
+    """
+    positions = torch.arange(start, start + ids.numel())
+    hidden = all_reduce([rank.model.embed_tokens.embed(ids) for rank in ranks])
+    for index in range(len(ranks[0].model.layers)):
+        layers: list[Any] = [rank.model.layers[index] for rank in ranks]
+        hidden = hidden + all_reduce(
+            [
+                layer.self_attn(layer.input_layernorm(hidden), positions, cache, index)
+                for layer, cache in zip(layers, caches, strict=True)
+            ]
+        )
+        hidden = hidden + all_reduce([layer.mlp(layer.post_attention_layernorm(hidden)) for layer in layers])
+    last = [rank.model.norm(hidden[logits_from:]) for rank in ranks]
+    logits = torch.cat([functional.linear(h, rank.lm_head.weight) for h, rank in zip(last, ranks, strict=True)], dim=-1)
+    return logits[:, : ranks[0].config.vocab_size].float()
