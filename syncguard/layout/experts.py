@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from syncguard.layout.forms import refuse_packed
-from syncguard.layout.ops import Narrow, Select
+from syncguard.layout.ops import Narrow, Select, Transpose
 from syncguard.layout.rules import LayerView, Span, join, rule
 from syncguard.spec import Box
 
@@ -85,9 +85,6 @@ def fused(view: LayerView) -> None:
     if w13 is None or w2 is None:
         msg = "no w13_weight and w2_weight"
         raise ValueError(msg)
-    if view.family.experts.fused:
-        msg = f"experts of family {view.family.name} are fused in the checkpoint"
-        raise ValueError(msg)
     rank, size = int(view.attr("moe_tp_rank", 0)), int(view.attr("moe_tp_size", 1))
     part = int(view.attr("intermediate_size_per_partition"))
     hidden = int(view.attr("hidden_size"))
@@ -95,6 +92,12 @@ def fused(view: LayerView) -> None:
     local = int(view.attr("num_local_experts"))
     if w13.shape != (local, 2 * part, hidden) or w2.shape != (local, hidden, part):
         msg = f"experts are {w13.shape} and {w2.shape}, their layer says {local} x 2 x {part} x {hidden}"
+        raise ValueError(msg)
+    if view.family.experts.fused == "interleaved":
+        _fused_interleaved(view, inner, hidden)
+        return
+    if view.family.experts.fused:
+        msg = f"no form for experts fused in the checkpoint as {view.family.experts.fused}"
         raise ValueError(msg)
     names = view.family.experts
     rows = Box((inner.start, 0), (part, hidden))
@@ -104,3 +107,61 @@ def fused(view: LayerView) -> None:
             ops = (Select(0, slot.index), Narrow(0, at, part))
             view.bind(w13, f"{slot.name}.{leaf}.weight", (inner.total, hidden), rows, ops)
         view.bind(w2, f"{slot.name}.{names.down}.weight", (hidden, inner.total), columns, (Select(0, slot.index),))
+
+
+def _runs(view: LayerView) -> Iterator[tuple[int, int, int]]:
+    """Yield `(first slot, first logical expert, count)` of slots whose logical experts follow one another."""
+    first, start, count = 0, -1, 0
+    for slot in slots(view):
+        if count and slot.logical == start + count:
+            count += 1
+            continue
+        if count:
+            yield first, start, count
+        first, start, count = slot.index, slot.logical, 1
+    if count:
+        yield first, start, count
+
+
+def _fused_interleaved(view: LayerView, inner: Span, hidden: int) -> None:
+    """Bind experts that the checkpoint keeps in one tensor, `[E, H, 2I]` with gate and up columns alternating.
+
+    Resident rows alternate too, so a rank's part is one slice. The bias of w2 is whole where `moe_tp_rank` is 0 and zero
+    on the others, which only add theirs up (gpt_oss.py 0.5.23:1143-1321).
+    """
+    names = view.family.experts
+    total = logical_experts(view)
+    w13_bias, w2_bias = view.tensor("w13_weight_bias"), view.tensor("w2_weight_bias")
+    w13, w2 = view.tensors["w13_weight"], view.tensors["w2_weight"]
+    for slot, expert, count in _runs(view):
+        keep = Narrow(0, slot, count)
+        experts = Span(expert, count, total)
+        double = Span(2 * inner.start, 2 * inner.length, 2 * inner.total)
+        for resident, leaf, spans, ops in (
+            (w13, names.gate, (experts, Span.whole(hidden), double), (keep, Transpose(1, 2))),
+            (w2, names.down, (experts, inner, Span.whole(hidden)), (keep, Transpose(1, 2))),
+            (w13_bias, f"{names.gate}_bias", (experts, double), (keep,)),
+            (w2_bias, f"{names.down}_bias", (experts, Span.whole(hidden)), (keep,)),
+        ):
+            if resident is None:
+                continue
+            if resident is w2_bias and inner.start:
+                continue
+            box = Box(tuple(span.start for span in spans), tuple(span.length for span in spans))
+            view.bind(resident, join(view.name, leaf), tuple(span.total for span in spans), box, ops)
+    if w2_bias is not None and inner.start:
+        view.pad(w2_bias, (), "bias of w2 is added by moe_tp_rank 0 only")
+
+
+def logical_experts(view: LayerView) -> int:
+    """Return how many logical routed experts the model has, from its configuration.
+
+    Raises:
+        ValueError: The configuration does not say.
+    """
+    for name in ("num_local_experts", "num_experts", "n_routed_experts"):
+        value = getattr(view.config, name, None)
+        if value:
+            return int(value)
+    msg = "the configuration does not say how many experts there are"
+    raise ValueError(msg)

@@ -64,12 +64,43 @@ class Family:
         return fqn
 
 
+MLA_PACKED: Final[Mapping[str, tuple[str, ...]]] = {
+    **LLAMA_PACKED,
+    "fused_qkv_a_proj_with_mqa": ("q_a_proj", "kv_a_proj_with_mqa"),
+}
+NEXT_PACKED: Final[Mapping[str, tuple[str, ...]]] = {
+    **LLAMA_PACKED,
+    "in_proj_qkvz": ("in_proj_qkvz",),
+    "in_proj_ba": ("in_proj_ba",),
+}
+SELF_ATTN: Final = ((r"^(model\.layers\.\d+)\.(qkv_proj|o_proj|q_norm|k_norm)$", r"\1.self_attn.\2"),)
+"""Qwen3-Next's full attention layers hold their projections without the `self_attn` level (qwen3_next.py:1138)."""
+
 FAMILIES: Final = (
     Family("Llama", ("LlamaForCausalLM",)),
     Family("Qwen2", ("Qwen2ForCausalLM",)),
     Family("Qwen3", ("Qwen3ForCausalLM",)),
     Family("Qwen3-MoE", ("Qwen3MoeForCausalLM",)),
+    Family(
+        "Qwen3-Next",
+        ("Qwen3NextForCausalLM",),
+        packed=NEXT_PACKED,
+        experts=ExpertNames(shared="shared_expert"),
+        renames=SELF_ATTN,
+    ),
     Family("Mixtral", ("MixtralForCausalLM",), experts=ExpertNames("w1", "w2", "w3")),
+    Family("Gemma 2", ("Gemma2ForCausalLM",)),
+    Family("Gemma 3", ("Gemma3ForCausalLM",)),
+    Family("GLM4-MoE", ("Glm4MoeForCausalLM",), experts=ExpertNames(shared="shared_experts")),
+    Family(
+        "gpt-oss", ("GptOssForCausalLM",), experts=ExpertNames("gate_up_proj", "down_proj", "", fused="interleaved")
+    ),
+    Family(
+        "DeepSeek",
+        ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "DeepseekV32ForCausalLM"),
+        packed=MLA_PACKED,
+        experts=ExpertNames(shared="shared_experts"),
+    ),
 )
 """Every family with a rule; adding one is a row here, and a rule if a layer class is new."""
 

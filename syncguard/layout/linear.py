@@ -62,6 +62,8 @@ def packed_names(view: LayerView, count: int) -> tuple[str, ...]:
     """
     leaf = view.fqn.rpartition(".")[2]
     names = view.family.packed.get(leaf)
+    if names is not None and len(names) == 1:
+        return siblings(view, names)
     if names is None or len(names) != count:
         msg = f"family {view.family.name} does not name the {count} parts of {leaf}"
         raise ValueError(msg)
@@ -85,9 +87,33 @@ def _input_size(view: LayerView) -> int:
 
 @rule("ReplicatedLinear")
 def replicated(view: LayerView) -> None:
-    """Every rank holds all (LIN:349-379)."""
+    """Every rank holds all (LIN:349-379); a packed one holds its parts one after the other."""
     rows, columns = int(view.attr("output_size")), _input_size(view)
-    _claim(view, LinearPieces((Piece(view.name, 0, Span.whole(rows)),), Span.whole(columns), rows))
+    names = view.family.packed.get(view.fqn.rpartition(".")[2])
+    pieces = [Piece(view.name, 0, Span.whole(rows))]
+    if names is not None:
+        pieces, at = [], 0
+        for name, width in zip(siblings(view, names), packed_widths(view), strict=True):
+            pieces.append(Piece(name, at, Span.whole(width)))
+            at += width
+        if at != rows:
+            msg = f"the parts of {view.fqn} have {at} rows, the layer {rows}"
+            raise ValueError(msg)
+    _claim(view, LinearPieces(tuple(pieces), Span.whole(columns), rows))
+
+
+def packed_widths(view: LayerView) -> tuple[int, ...]:
+    """Return the rows of each part of a packed replicated layer, from the model's configuration.
+
+    Raises:
+        ValueError: There is no rule for the layer's name.
+    """
+    leaf = view.fqn.rpartition(".")[2]
+    if leaf == "fused_qkv_a_proj_with_mqa":  # deepseek_v2.py 0.5.23:2084
+        config = view.config
+        return int(config.q_lora_rank), int(config.kv_lora_rank) + int(config.qk_rope_head_dim)
+    msg = f"no widths for the parts of {leaf}"
+    raise ValueError(msg)
 
 
 @rule("ColumnParallelLinear")
@@ -104,6 +130,8 @@ def merged(view: LayerView) -> None:
     rank, size = view.group()
     outputs = [int(n) for n in view.attr("output_sizes")]
     names = packed_names(view, len(outputs))
+    if len(names) == 1:  # packed in the checkpoint too, in an order that a contiguous slice keeps (qwen3_next.py:305)
+        outputs = [sum(outputs)]
     pieces, at = [], 0
     for name, output in zip(names, outputs, strict=True):
         rows = Span.part(output, rank, size)

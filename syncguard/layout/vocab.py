@@ -5,8 +5,11 @@ Source: `sglang/srt/layers/vocab_parallel_embedding.py` 0.5.23:269-447, `layerno
 
 from __future__ import annotations
 
+from syncguard.layout.derived import WEIGHT_PLUS_ONE
 from syncguard.layout.forms import refuse_packed
 from syncguard.layout.rules import LayerView, Span, join, rule
+
+FROM_CONFIG = "computed from the configuration when the engine starts; no update writes it"
 
 
 @rule("VocabParallelEmbedding", "ParallelLMHead")
@@ -35,14 +38,9 @@ def vocab(view: LayerView) -> None:
         if len(resident.shape) > 1 and resident.shape[1] != int(view.attr("embedding_dim")):
             msg = f"rows of {resident.shape[1]}, its layer says {view.attr('embedding_dim')}"
             raise ValueError(msg)
-        name = checkpoint_vocab_name(view)
+        name = view.name
         view.bind_spans(resident, f"{name}.{local}", (rows, *rest))
         view.pad_tail(resident, 0, rows.length, "vocabulary padding")
-
-
-def checkpoint_vocab_name(view: LayerView) -> str:
-    """Return the checkpoint module that an embedding or head is loaded from."""
-    return view.name
 
 
 @rule("RMSNorm", "LayerNorm", "Gemma3RMSNorm")
@@ -58,8 +56,25 @@ def norm(view: LayerView) -> None:
         view.bind_spans(resident, join(view.name, local), tuple(Span.whole(size) for size in resident.shape))
 
 
-@rule("RotaryEmbedding")
+@rule("GemmaRMSNorm")
+def gemma_norm(view: LayerView) -> None:
+    """The checkpoint's weight is kept beside a buffer `weight + 1`, which only the layer's own loader refreshes."""
+    norm(view)
+    weight, plus_one = view.tensors.get("weight"), view.tensor("gemma_weight")
+    if weight is not None and plus_one is not None:
+        view.derive(plus_one, WEIGHT_PLUS_ONE, weight.name)
+
+
+@rule("RotaryEmbedding", "Gemma3RotaryEmbedding")
 def rotary(view: LayerView) -> None:
     """Caches are computed from the configuration; no update writes them and no trainer exports them."""
     for resident in view.tensors.values():
-        view.exempt(resident, "computed from the configuration when the engine starts")
+        view.exempt(resident, FROM_CONFIG)
+
+
+@rule("Gemma2Model")
+def normalizer(view: LayerView) -> None:
+    """The square root of the hidden size, as a buffer."""
+    resident = view.tensor("normalizer")
+    if resident is not None:
+        view.exempt(resident, FROM_CONFIG)

@@ -12,7 +12,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from syncguard.errors import DigestInputError
-from syncguard.layout import experts, linear, vocab
+from syncguard.layout import attention, experts, linear, vocab
 from syncguard.layout.families import Family, family_of
 from syncguard.layout.model import RankIdentity, RankLayout, ResidentTensor, Role, Unbound
 from syncguard.layout.rules import Claims, LayerView, join, rule_for
@@ -21,7 +21,7 @@ from syncguard.spec import dtype_named
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-RULE_MODULES = (experts, linear, vocab)
+RULE_MODULES = (attention, experts, linear, vocab)
 """Imported for the rules that they register."""
 
 FOLLOWED = ("quant_method", "scheme", "kernel")

@@ -1,0 +1,131 @@
+"""SGLang's own model classes on CPU tensors, any rank of any (TP, EP, PP, attention DP) split, in one process.
+
+`create_context` makes a context that one model owns; groups are only a rank and a size, so that nothing communicates.
+Weights go through the class's own `load_weights` and the `process_weights_after_loading` of its quantization methods.
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
+
+import torch
+from sglang.srt import runtime_context
+from sglang.srt.model_loader.utils import get_model_architecture  # noqa: F401
+from sglang.srt.models.registry import ModelRegistry
+from sglang.srt.server_args import ServerArgs
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+    from pathlib import Path
+
+from syncguard.layout.model import RankIdentity
+
+
+@dataclass(frozen=True)
+class Split:
+    """How a model is split; `dp` is attention DP (`attn_tp = tp / dp`)."""
+
+    tp: int = 1
+    ep: int = 1
+    pp: int = 1
+    dp: int = 1
+    redundant: int = 0
+
+    @property
+    def ranks(self):
+        return [(pp_rank, tp_rank) for pp_rank in range(self.pp) for tp_rank in range(self.tp)]
+
+    def __str__(self):
+        parts = [f"TP{self.tp}"] + [f"{k}{v}" for k, v in (("EP", self.ep), ("PP", self.pp), ("DP", self.dp)) if v > 1]
+        return " ".join(parts) + (f" +{self.redundant} redundant" if self.redundant else "")
+
+
+class Group:
+    """A process group that is only a place: no communication."""
+
+    def __init__(self, rank, size):
+        self.rank_in_group, self.world_size = rank, size
+        self.rank = rank
+        self.is_first_rank, self.is_last_rank = rank == 0, rank == size - 1
+        self.cpu_group = self.device_group = None
+        self.ranks = list(range(size))
+
+
+class Rank:
+    """One rank's model with the context that it was built in."""
+
+    def __init__(self, folder: Path, split: Split, pp_rank: int, tp_rank: int, **args: Any) -> None:
+        self.split = split
+        self.identity = RankIdentity(
+            tp_rank=tp_rank, tp_size=split.tp, pp_rank=pp_rank, pp_size=split.pp, dp_size=split.dp
+        )
+        self.args = ServerArgs(
+            model_path=str(folder),
+            device="cpu",
+            tp_size=split.tp,
+            ep_size=split.ep,
+            pp_size=split.pp,
+            dp_size=split.dp,
+            enable_dp_attention=split.dp > 1,
+            ep_num_redundant_experts=split.redundant,
+            **{
+                "attention_backend": "torch_native",
+                "disable_cuda_graph": True,
+                "disable_overlap_schedule": True,
+                "skip_tokenizer_init": True,
+                "dtype": "float32",
+                **args,
+            },
+        )
+        self.context = runtime_context.create_context(
+            self.args,
+            role="scheduler",
+            ranks=runtime_context.SpawnRanks(world_rank=pp_rank * split.tp + tp_rank),
+        )
+        with self.entered():
+            from sglang.srt.configs.model_config import ModelConfig
+
+            self.model_config = ModelConfig.from_server_args(self.args)
+            self.model = self._build()
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        parallel = self.context.parallel
+        groups = {}
+        for name in ("tp", "pp", "attn_tp", "attn_cp", "moe_ep", "moe_tp", "moe_dp"):
+            rank, size = getattr(parallel, f"{name}_rank", 0), getattr(parallel, f"{name}_size")
+            groups[f"{name}_group"] = Group(rank, size)
+        before = torch.get_default_dtype()
+        with runtime_context.use_context(self.context), runtime_context.get_parallel().override(**groups):
+            torch.set_default_dtype(self.model_config.dtype if hasattr(self, "model_config") else torch.float32)
+            try:
+                yield
+            finally:
+                torch.set_default_dtype(before)
+
+    def _build(self) -> torch.nn.Module:
+        from sglang.srt.model_loader.loader import _get_quantization_config, _initialize_model
+        from sglang.srt.configs.load_config import LoadConfig
+
+        load = LoadConfig()
+        quant = _get_quantization_config(self.model_config, load)
+        torch.set_default_dtype(self.model_config.dtype)
+        return _initialize_model(self.model_config, load, quant)
+
+    def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Load tensors as an engine does: the class's own loader, then each method's post-processing."""
+        from sglang.srt.model_loader.loader import DefaultModelLoader
+
+        with self.entered():
+            DefaultModelLoader.load_weights_and_postprocess(
+                self.model, ((name, tensor.clone()) for name, tensor in tensors.items()), torch.device("cpu")
+            )
+
+
+def registered(name: str) -> bool:
+    return name in ModelRegistry.models
