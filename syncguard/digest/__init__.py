@@ -15,7 +15,7 @@ from syncguard.digest.partial import (
     KeySeed,
     PartialDigest,
 )
-from syncguard.digest.select import available_engines, engine_for
+from syncguard.digest.select import available_engines, engine_for, warm_up
 from syncguard.digest.selftest import KNOWN_ANSWER_COUNT, selftest
 from syncguard.digest.storage import storage_digest
 
@@ -36,4 +36,5 @@ __all__ = [
     "localize",
     "selftest",
     "storage_digest",
+    "warm_up",
 ]
