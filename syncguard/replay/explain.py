@@ -222,7 +222,7 @@ class Diagnosis:
         return {**asdict(self), "kind": self.kind.value, "meaning": ADVICE[self.kind].meaning}
 
 
-def conclude(  # noqa: PLR0917 - the parts of a diagnosis in its own order
+def conclude(
     kind: Kind,
     side: Side,
     detail: str,

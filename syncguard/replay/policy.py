@@ -210,15 +210,7 @@ class _Judgement:
             )
             if len(passes) > 1
         )
-        self.gap = self._between("B_new-C_new", self.b_new, self.c_new)
         self.base = self._difference("B_old-C_old", self.b_old, self.c_old)
-        self.change = self._difference("C_new-C_old", self.c_new, self.c_old)
-        self.moved = self._difference("B_new-B_old", self.b_new, self.b_old)
-        self.left_behind = self._difference("B_new-C_old", self.b_new, self.c_old)
-        self.warm = [
-            self._between(f"B_new_warm{i}-B_new_cold0", warm, self.b_new) for i, warm in enumerate(evidence.b_new_warm)
-        ]
-        self.generated = self._difference("A-B_old", evidence.a, self.b_old)
         self.base_agrees = self.base is not None and self.base.mae <= policy.noise_cap_nats
         noises = [noise.mae for noise in self.repeats]
         if self.base is not None and self.base_agrees:
@@ -227,6 +219,30 @@ class _Judgement:
         self.relative = policy.noise_factor * self.noise
         self.limit = max(policy.mae_limit_nats, self.relative)
         self.quiet = max(policy.resolution_nats, self.relative)
+        self.whole_gap = self._between("B_new-C_new", self.b_new, self.c_new)
+        self.dropped = self._drop_outliers()
+        self.gap = self._between(
+            "B_new-C_new without outliers" if self.dropped else "B_new-C_new", self.b_new, self.c_new
+        )
+        self.change = self._difference("C_new-C_old", self.c_new, self.c_old)
+        self.moved = self._difference("B_new-B_old", self.b_new, self.b_old)
+        self.left_behind = self._difference("B_new-C_old", self.b_new, self.c_old)
+        self.warm = [
+            self._between(f"B_new_warm{i}-B_new_cold0", warm, self.b_new) for i, warm in enumerate(evidence.b_new_warm)
+        ]
+        self.generated = self._difference("A-B_old", evidence.a, self.b_old)
+
+    def _drop_outliers(self) -> int:
+        """Leave the policy's share of largest B_new-C_new out of every later step; return how many tokens."""
+        count = int(self.policy.outlier_share * self.whole_gap.count)
+        if count == 0 or self.whole_gap.mae < self.limit:
+            return 0
+        places = np.flatnonzero(self.active)
+        order = np.argsort(np.abs(self.b_new - self.c_new)[places], kind="stable")
+        self.active = self.active.copy()
+        self.active[places[order[-count:]]] = False
+        self.positions = np.asarray(self.evidence.positions)[self.active]
+        return count
 
     def _between(self, label: str, left: FloatArray, right: FloatArray) -> Difference:
         return describe_difference((left - right)[self.active], self.positions, label=label)
@@ -263,7 +279,16 @@ class _Judgement:
         power = self.power()
         outcome = self._unsteady() or self._offset() or self._followed_update(power) or self._cache(power)
         status, fingerprint, reason = outcome if outcome is not None else self._agreement(power)
-        figures = (self.gap, self.base, self.change, self.moved, self.left_behind, *self.warm, self.generated)
+        figures = (
+            self.whole_gap,
+            self.gap if self.dropped else None,
+            self.base,
+            self.change,
+            self.moved,
+            self.left_behind,
+            *self.warm,
+            self.generated,
+        )
         return ReplayVerdict(
             status=status,
             reason=reason,
@@ -326,10 +351,10 @@ class _Judgement:
         return None
 
     def _agreement(self, power: Power) -> _Outcome:
-        gap, dropped = self._trimmed_gap()
+        gap = self.gap.mae
         said = f"MAE(B_new-C_new) is {gap:.4g} nat, limit {self.limit:.4g}"
-        if dropped:
-            said += f", {dropped} outlier tokens left out by policy (worst {self.gap.maximum:.4g})"
+        if self.dropped:
+            said += f", {self.dropped} outlier tokens left out by policy (worst {self.whole_gap.maximum:.4g})"
         if gap >= self.limit:
             tail = find_tail(
                 (self.b_new - self.c_new)[self.active], limit_nats=self.limit, tolerance_nats=5 * self.limit
@@ -342,11 +367,6 @@ class _Judgement:
             why = f"the update moved the scores by {change:.4g} nat (C_new-C_old), {needed:.4g} needed"
             return ReplayStatus.NO_POWER, "", f"{said}; {why}: a stale worker would look the same"
         return ReplayStatus.PASS, "", f"{said}; a stale worker would show {power.change_mae_nats:.4g}"
-
-    def _trimmed_gap(self) -> tuple[float, int]:
-        errors = np.sort(np.abs(self.b_new - self.c_new)[self.active])
-        dropped = int(self.policy.outlier_share * errors.size) if self.gap.mae >= self.limit else 0
-        return float(errors[: errors.size - dropped].mean()), dropped
 
 
 def most_telling(

@@ -28,7 +28,9 @@ if TYPE_CHECKING:
 
     from syncguard.replay.scores import FloatArray, IntArray
 
-_BEYOND: Final = 5.0  # x MAE noise; of Laplace-distributed noise 0.7 % lies further out
+# x MAE noise; of Laplace-distributed noise 0.7 % and 0.03 % lie further out
+_BEYOND: Final = 5.0
+_FAR_BEYOND: Final = 8.0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -89,7 +91,12 @@ class Shape:
 
 def strong_shape(view: PairView) -> Shape | None:
     """Return a shape that no weights can make: zeros, misaligned mask, shift, constant offset."""
-    return _agreed([_zeros(view, index) or _shift(view, index) for index in range(len(view.masks))]) or _offset(view)
+    each = range(len(view.masks))
+    return (
+        _agreed([_zeros(view, index) or _shift(view, index) for index in each])
+        or _offset(view, *view.joined()[:2])
+        or _agreed([_offset(view, *view.delta(index)) for index in each])
+    )
 
 
 def weak_shape(view: PairView) -> Shape | None:
@@ -136,10 +143,9 @@ def _shift(view: PairView, index: int) -> Shape | None:
     )
 
 
-def _offset(view: PairView) -> Shape | None:
-    delta, positions, _ = view.joined()
+def _offset(view: PairView, delta: FloatArray, positions: IntArray) -> Shape | None:
     found = find_constant_offset(delta, positions)
-    if found is None:
+    if found is None or _temperature(view) is not None:  # rows of high entropy make a temperature look constant
         return None
     return Shape(
         Kind.OFFSET,
@@ -176,7 +182,8 @@ def _tail(view: PairView) -> Shape | None:
     delta, _, _ = view.joined()
     if delta.size < MIN_TOKENS:
         return None
-    found = find_tail(delta, limit_nats=view.limit_nats, tolerance_nats=view.tolerance_nats)
+    tolerance = max(view.limit_nats, _FAR_BEYOND * view.noise_nats)
+    found = find_tail(delta, limit_nats=view.limit_nats, tolerance_nats=tolerance)
     if found is None:
         return None
     said = (

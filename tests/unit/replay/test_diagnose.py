@@ -1,0 +1,200 @@
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from syncguard.errors import ExitCode, RecordError
+from syncguard.replay import ADVICE, RAW, A, Kind, ReplayRecord, ScoreDefinition, ScoreKey, b_key, c_key, diagnose
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
+from lookalikes import CASES, draft, make_record
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_each_lookalike_is_told_from_the_others(case):
+    found = [diagnose(make_record(case, seed)).kind for seed in range(1000, 1020)]
+    right = CASES[case][2]
+    assert sum(kind in right for kind in found) >= 19, [kind.value for kind in found]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_each_lookalike_is_told_apart_when_several_responses_are_pooled(case):
+    first = make_record(case, 2000)
+    pooled = [replace(make_record(case, seed), sampling=first.sampling, meta=first.meta) for seed in range(2000, 2004)]
+    if case == "temperature on one side":  # one run has one temperature, and the fault is on one side
+        pooled = [first]
+    if case in {
+        "shift by one",
+        "mask misaligned",
+        "zero-padded scores",
+        "retokenized ids",
+        "router differences (MoE)",
+        "one outlier",
+    }:
+        pooled = [one for one in pooled if diagnose(one).side == diagnose(first).side]
+    assert diagnose(pooled).kind in CASES[case][2] | ({Kind.ROUTING, Kind.TAIL} if case == "one outlier" else set())
+
+
+def scored(update: bool = False, seed: int = 3, **changes) -> ReplayRecord:
+    one = draft(seed, update=update)
+    keys = {
+        "A": A,
+        "B0.old": b_key(0, "old"),
+        "B1.old": b_key(1, "old"),
+        "C0.old": c_key(0, "old"),
+        "C1.old": c_key(1, "old"),
+    }
+    fields = {
+        "input_ids": np.concatenate([np.arange(8), one.ids]),
+        "prompt_length": 8,
+        "scores": {key: one.scores[name] for name, key in keys.items()},
+    }
+    return ReplayRecord(**{**fields, **changes})
+
+
+def with_changed(record: ReplayRecord, **changed) -> ReplayRecord:
+    scores = dict(record.scores)
+    for name, values in changed.items():
+        key = name.replace("_", ".")
+        scores[ScoreKey.parse(f"{key}.cold" if key.startswith("B") else key)] = values
+    return replace(record, scores=scores)
+
+
+def test_case_1_an_offset_on_a_from_position_1_names_the_side_and_the_position():
+    record = scored()
+    altered = record.scores[A].copy()
+    altered[1:] -= 0.10
+    found = diagnose(with_changed(record, A=altered))
+    assert (found.kind, found.side) == (Kind.OFFSET, "A")
+    assert "from position 1 on" in found.reason
+    assert "first-token handling" in found.inspect_next
+    assert any("A-B, A-C" in step for step in found.path_taken)
+
+
+def test_case_2_an_offset_on_both_c_passes_names_c_although_c_repeats_exactly():
+    record = scored()
+    altered = record.scores[c_key(0, "old")] - 0.10
+    found = diagnose(with_changed(record, C0_old=altered, C1_old=altered))
+    assert (found.kind, found.side) == (Kind.OFFSET, "C")
+    assert "from position 0 on" in found.reason
+    assert "repeats of C.old: MAE=0.000000 max=0.000000" in found.evidence
+
+
+def test_case_3_within_one_state_a_large_gap_without_shape_points_at_states_first():
+    """A and B equal to the last bit, repeats exact, C far away: what a skipped update looks like in one record."""
+    record = scored()
+    b = record.scores[b_key(0, "old")]
+    c = b - np.random.default_rng(1).exponential(11, b.size)
+    found = diagnose(with_changed(record, A=b, B1_old=b, C0_old=c, C1_old=c))
+    assert (found.kind, found.side) == (Kind.CROSS_ENGINE, "C")
+    assert found.inspect_next.startswith("resident weights first")
+
+
+def test_both_offsets_at_once_are_ambiguous_and_both_are_named():
+    record = scored()
+    a, c = record.scores[A].copy(), record.scores[c_key(0, "old")] - 0.3
+    a[1:] += 0.2
+    found = diagnose(with_changed(record, A=a, C0_old=c, C1_old=c))
+    assert found.kind is Kind.AMBIGUOUS
+    assert found.candidates == ("constant offset on A", "constant offset on C")
+
+
+def test_a_fault_on_b_alone_is_seen_because_a_and_c_agree():
+    record = scored()
+    b = record.scores[b_key(0, "old")] - 0.2
+    found = diagnose(with_changed(record, B0_old=b, B1_old=b))
+    assert (found.kind, found.side) == (Kind.OFFSET, "B")
+
+
+def test_different_definitions_end_the_walk_before_any_subtraction():
+    found = diagnose(scored(definition=RAW, definitions={"C": ScoreDefinition("temperature", temperature=0.8)}))
+    assert (found.kind, found.side) == (Kind.DEFINITION, "C")
+    assert found.evidence == ()
+    assert "log_softmax(z/T)" in found.next_experiment
+
+
+def test_other_returned_ids_end_the_walk_with_the_position():
+    record = scored()
+    ids = record.response_ids.tolist()
+    ids[5] += 1
+    found = diagnose(replace(record, meta={"returned_ids": {"C": ids}}))
+    assert (found.kind, found.side) == (Kind.RETOKENIZED, "C")
+    assert "position 5" in found.reason
+
+
+@pytest.mark.parametrize("missing", ["B1.old.cold", "C1.old"])
+def test_without_a_repeat_nothing_is_concluded(missing):
+    record = scored()
+    scores = {key: value for key, value in record.scores.items() if str(key) != missing}
+    found = diagnose(replace(record, scores=scores))
+    assert found.kind is Kind.INCOMPLETE
+    assert found.exit_code == ExitCode.INCOMPLETE
+
+
+def test_without_a_the_pair_of_b_and_c_is_still_judged():
+    record = scored()
+    scores = {key: value for key, value in record.scores.items() if key != A}
+    assert diagnose(replace(record, scores=scores)).kind is Kind.AGREEMENT
+
+
+def test_a_gap_of_a_is_split_by_teacher_forced_decode():
+    record = scored()
+    b = record.scores[b_key(0, "old")]
+    a = b + np.random.default_rng(4).laplace(0, 0.4, b.size)
+    unsplit = diagnose(with_changed(record, A=a))
+    assert (unsplit.kind, unsplit.side) == (Kind.DECODE_PATH, "A")
+    assert "teacher-force" in unsplit.next_experiment
+    assert diagnose(with_changed(record, A=a, D0_old=a)).kind is Kind.DECODE_PATH
+    assert diagnose(with_changed(record, A=a, D0_old=b)).kind is Kind.EXTRACTION
+
+
+def test_a_training_forward_that_behaves_differently_is_found_after_all_else_agrees():
+    record = scored()
+    c = record.scores[c_key(0, "old")]
+    assert diagnose(with_changed(record, G0_old=c)).kind is Kind.AGREEMENT
+    assert (
+        diagnose(with_changed(record, G0_old=c + np.random.default_rng(2).laplace(0, 0.3, c.size))).kind
+        is Kind.TRAINING_FORWARD
+    )
+
+
+def test_a_fault_before_the_update_is_named_before_the_update_is_looked_at():
+    record = make_record("stale weights", 5)
+    c = record.scores[c_key(0, "old")] - 0.5
+    assert diagnose(with_changed(record, C0_old=c, C1_old=c)).kind is Kind.OFFSET
+
+
+def test_an_offset_on_c_after_a_tiny_update_is_no_staleness():
+    record = make_record("update too small", 5)
+    c = record.scores[c_key(0, "new")] - 0.5
+    assert diagnose(with_changed(record, C0_new=c, C1_new=c)).kind is Kind.OFFSET
+
+
+def test_every_kind_has_its_advice_and_exit_code():
+    assert set(ADVICE) == set(Kind)
+    codes = {diagnose(make_record(case, 1)).kind: diagnose(make_record(case, 1)).exit_code for case in CASES}
+    assert codes[Kind.AGREEMENT] == ExitCode.OK
+    assert codes[Kind.NO_POWER] == codes[Kind.AMBIGUOUS] == ExitCode.WARNING
+    assert codes[Kind.STALE_WEIGHTS] == codes[Kind.OFFSET] == ExitCode.MISMATCH
+
+
+def test_a_diagnosis_has_a_json_form_and_no_truth_value():
+    found = diagnose(scored())
+    assert json.loads(json.dumps(found.as_dict(), allow_nan=False))["kind"] == "agreement"
+    for value in (found, found.kind):
+        with pytest.raises(TypeError, match="truth value"):
+            bool(value)
+
+
+def test_a_diagnosis_is_the_same_each_time_and_after_the_file(tmp_path):
+    record = make_record("router differences (MoE)", 7)
+    record.save(tmp_path / "r")
+    assert diagnose(record) == diagnose(record) == diagnose(ReplayRecord.load(tmp_path / "r"))
+
+
+def test_no_record_is_an_error():
+    with pytest.raises(RecordError, match="nothing to diagnose"):
+        diagnose([])
