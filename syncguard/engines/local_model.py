@@ -183,10 +183,18 @@ class Qwen3Attention(nn.Module):
         keys, values = cache.append(layer, self.rotary_emb(positions, self.k_norm(k)), v)
         groups = q.shape[1] // keys.shape[1]
         keys, values = (t.repeat_interleave(groups, dim=1).transpose(0, 1) for t in (keys, values))
-        seen = torch.arange(keys.shape[1]) <= positions.unsqueeze(-1)
-        out = functional.scaled_dot_product_attention(q.transpose(0, 1), keys, values, attn_mask=seen)
-        added: torch.Tensor = self.o_proj(out.transpose(0, 1).flatten(1))
+        added: torch.Tensor = self.o_proj(_attend(q.transpose(0, 1), keys, values, positions).transpose(0, 1).flatten(1))
         return added
+
+
+def _attend(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """Attend causally, `[heads, tokens, head_dim]`; decode and prefill use two kernels, as engines do."""
+    if positions.numel() == 1:
+        # The query is scaled, and rounded, before the product: the source of A-B noise in half precision.
+        weights = torch.softmax((q * q.shape[-1] ** -0.5) @ keys.transpose(1, 2), dim=-1, dtype=torch.float)
+        return weights.to(values.dtype) @ values
+    seen = torch.arange(keys.shape[1]) <= positions.unsqueeze(-1)
+    return functional.scaled_dot_product_attention(q, keys, values, attn_mask=seen)
 
 
 class Qwen3DecoderLayer(nn.Module):
