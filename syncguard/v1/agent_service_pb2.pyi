@@ -14,7 +14,7 @@ class GetStatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetStatusResponse(_message.Message):
-    __slots__ = ("worker", "engine", "model", "weight_version_label", "expected_ranks", "state", "readiness", "epoch", "incarnation", "spec_version", "agent_version", "last_verdict", "last_replay")
+    __slots__ = ("worker", "engine", "model", "weight_version_label", "expected_ranks", "state", "readiness", "epoch", "incarnation", "spec_version", "agent_version", "last_verdict", "last_replay", "poll_interval_s", "lease_s", "vocab_size")
     WORKER_FIELD_NUMBER: _ClassVar[int]
     ENGINE_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
@@ -28,6 +28,9 @@ class GetStatusResponse(_message.Message):
     AGENT_VERSION_FIELD_NUMBER: _ClassVar[int]
     LAST_VERDICT_FIELD_NUMBER: _ClassVar[int]
     LAST_REPLAY_FIELD_NUMBER: _ClassVar[int]
+    POLL_INTERVAL_S_FIELD_NUMBER: _ClassVar[int]
+    LEASE_S_FIELD_NUMBER: _ClassVar[int]
+    VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
     worker: str
     engine: str
     model: str
@@ -41,7 +44,10 @@ class GetStatusResponse(_message.Message):
     agent_version: str
     last_verdict: _verdict_pb2.Verdict
     last_replay: _replay_pb2.ReplayReport
-    def __init__(self, worker: _Optional[str] = ..., engine: _Optional[str] = ..., model: _Optional[str] = ..., weight_version_label: _Optional[str] = ..., expected_ranks: _Optional[int] = ..., state: _Optional[str] = ..., readiness: _Optional[_Union[_verdict_pb2.Readiness, _Mapping]] = ..., epoch: _Optional[int] = ..., incarnation: _Optional[str] = ..., spec_version: _Optional[int] = ..., agent_version: _Optional[str] = ..., last_verdict: _Optional[_Union[_verdict_pb2.Verdict, _Mapping]] = ..., last_replay: _Optional[_Union[_replay_pb2.ReplayReport, _Mapping]] = ...) -> None: ...
+    poll_interval_s: float
+    lease_s: float
+    vocab_size: int
+    def __init__(self, worker: _Optional[str] = ..., engine: _Optional[str] = ..., model: _Optional[str] = ..., weight_version_label: _Optional[str] = ..., expected_ranks: _Optional[int] = ..., state: _Optional[str] = ..., readiness: _Optional[_Union[_verdict_pb2.Readiness, _Mapping]] = ..., epoch: _Optional[int] = ..., incarnation: _Optional[str] = ..., spec_version: _Optional[int] = ..., agent_version: _Optional[str] = ..., last_verdict: _Optional[_Union[_verdict_pb2.Verdict, _Mapping]] = ..., last_replay: _Optional[_Union[_replay_pb2.ReplayReport, _Mapping]] = ..., poll_interval_s: _Optional[float] = ..., lease_s: _Optional[float] = ..., vocab_size: _Optional[int] = ...) -> None: ...
 
 class DescribeLayoutRequest(_message.Message):
     __slots__ = ()
@@ -68,12 +74,14 @@ class ObserveResponse(_message.Message):
 class AnnounceUpdateRequest(_message.Message):
     __slots__ = ("header", "record")
     class Header(_message.Message):
-        __slots__ = ("next", "spec_version")
+        __slots__ = ("next", "spec_version", "rollback_because")
         NEXT_FIELD_NUMBER: _ClassVar[int]
         SPEC_VERSION_FIELD_NUMBER: _ClassVar[int]
+        ROLLBACK_BECAUSE_FIELD_NUMBER: _ClassVar[int]
         next: _manifest_pb2.WeightVersion
         spec_version: int
-        def __init__(self, next: _Optional[_Union[_manifest_pb2.WeightVersion, _Mapping]] = ..., spec_version: _Optional[int] = ...) -> None: ...
+        rollback_because: str
+        def __init__(self, next: _Optional[_Union[_manifest_pb2.WeightVersion, _Mapping]] = ..., spec_version: _Optional[int] = ..., rollback_because: _Optional[str] = ...) -> None: ...
     HEADER_FIELD_NUMBER: _ClassVar[int]
     RECORD_FIELD_NUMBER: _ClassVar[int]
     header: AnnounceUpdateRequest.Header
@@ -81,22 +89,35 @@ class AnnounceUpdateRequest(_message.Message):
     def __init__(self, header: _Optional[_Union[AnnounceUpdateRequest.Header, _Mapping]] = ..., record: _Optional[_Union[_replay_pb2.RecordChunk, _Mapping]] = ...) -> None: ...
 
 class AnnounceUpdateResponse(_message.Message):
-    __slots__ = ("readiness",)
+    __slots__ = ("readiness", "old_scores")
     READINESS_FIELD_NUMBER: _ClassVar[int]
+    OLD_SCORES_FIELD_NUMBER: _ClassVar[int]
     readiness: _verdict_pb2.Readiness
-    def __init__(self, readiness: _Optional[_Union[_verdict_pb2.Readiness, _Mapping]] = ...) -> None: ...
+    old_scores: str
+    def __init__(self, readiness: _Optional[_Union[_verdict_pb2.Readiness, _Mapping]] = ..., old_scores: _Optional[str] = ...) -> None: ...
 
 class VerifyRequest(_message.Message):
     __slots__ = ("header", "entries", "record", "policy")
     class Policy(_message.Message):
-        __slots__ = ("mae_limit_nats", "noise_factor", "replay_waived_because")
+        __slots__ = ("mae_limit_nats", "noise_factor", "replay_waived_because", "limits", "warm_waived_because")
+        class LimitsEntry(_message.Message):
+            __slots__ = ("key", "value")
+            KEY_FIELD_NUMBER: _ClassVar[int]
+            VALUE_FIELD_NUMBER: _ClassVar[int]
+            key: str
+            value: float
+            def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
         MAE_LIMIT_NATS_FIELD_NUMBER: _ClassVar[int]
         NOISE_FACTOR_FIELD_NUMBER: _ClassVar[int]
         REPLAY_WAIVED_BECAUSE_FIELD_NUMBER: _ClassVar[int]
+        LIMITS_FIELD_NUMBER: _ClassVar[int]
+        WARM_WAIVED_BECAUSE_FIELD_NUMBER: _ClassVar[int]
         mae_limit_nats: float
         noise_factor: float
         replay_waived_because: str
-        def __init__(self, mae_limit_nats: _Optional[float] = ..., noise_factor: _Optional[float] = ..., replay_waived_because: _Optional[str] = ...) -> None: ...
+        limits: _containers.ScalarMap[str, float]
+        warm_waived_because: str
+        def __init__(self, mae_limit_nats: _Optional[float] = ..., noise_factor: _Optional[float] = ..., replay_waived_because: _Optional[str] = ..., limits: _Optional[_Mapping[str, float]] = ..., warm_waived_because: _Optional[str] = ...) -> None: ...
     HEADER_FIELD_NUMBER: _ClassVar[int]
     ENTRIES_FIELD_NUMBER: _ClassVar[int]
     RECORD_FIELD_NUMBER: _ClassVar[int]

@@ -24,19 +24,27 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19syncguard/v1/replay.proto\x12\x0csyncguard.v1\"\x1b\n\x0bRecordChunk\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\"\x8c\x01\n\nDifference\x12\r\n\x05label\x18\x01 \x01(\t\x12\r\n\x05\x63ount\x18\x02 \x01(\x04\x12\x18\n\x10signed_mean_nats\x18\x03 \x01(\x01\x12\x10\n\x08mae_nats\x18\x04 \x01(\x01\x12\x10\n\x08p95_nats\x18\x05 \x01(\x01\x12\x10\n\x08p99_nats\x18\x06 \x01(\x01\x12\x10\n\x08max_nats\x18\x07 \x01(\x01\"\xb8\x01\n\x0cReplayReport\x12*\n\x06status\x18\x01 \x01(\x0e\x32\x1a.syncguard.v1.ReplayStatus\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x12\n\nlimit_nats\x18\x03 \x01(\x01\x12\x14\n\x0climit_source\x18\x04 \x01(\t\x12-\n\x0b\x64ifferences\x18\x05 \x03(\x0b\x32\x18.syncguard.v1.Difference\x12\x13\n\x0b\x66ingerprint\x18\x06 \x01(\t*\xb3\x01\n\x0cReplayStatus\x12\x1d\n\x19REPLAY_STATUS_UNSPECIFIED\x10\x00\x12\x16\n\x12REPLAY_STATUS_PASS\x10\x01\x12\x16\n\x12REPLAY_STATUS_FAIL\x10\x02\x12\x1a\n\x16REPLAY_STATUS_NO_POWER\x10\x03\x12\x1a\n\x16REPLAY_STATUS_UNSTABLE\x10\x04\x12\x1c\n\x18REPLAY_STATUS_INCOMPLETE\x10\x05\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19syncguard/v1/replay.proto\x12\x0csyncguard.v1\"\x1b\n\x0bRecordChunk\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\"\xa8\x02\n\nDifference\x12\r\n\x05label\x18\x01 \x01(\t\x12\r\n\x05\x63ount\x18\x02 \x01(\x04\x12\x18\n\x10signed_mean_nats\x18\x03 \x01(\x01\x12\x10\n\x08mae_nats\x18\x04 \x01(\x01\x12\x10\n\x08p95_nats\x18\x05 \x01(\x01\x12\x10\n\x08p99_nats\x18\x06 \x01(\x01\x12\x10\n\x08max_nats\x18\x07 \x01(\x01\x12\x13\n\x0bmedian_nats\x18\x08 \x01(\x01\x12\x1b\n\x0e\x66irst_mae_nats\x18\t \x01(\x01H\x00\x88\x01\x01\x12\x1a\n\rrest_mae_nats\x18\n \x01(\x01H\x01\x88\x01\x01\x12\'\n\x05worst\x18\x0b \x03(\x0b\x32\x18.syncguard.v1.WorstTokenB\x11\n\x0f_first_mae_natsB\x10\n\x0e_rest_mae_nats\"7\n\nWorstToken\x12\x10\n\x08position\x18\x01 \x01(\x04\x12\x17\n\x0f\x64ifference_nats\x18\x02 \x01(\x01\"\x7f\n\x0bRepeatNoise\x12\r\n\x05label\x18\x01 \x01(\t\x12\x0e\n\x06passes\x18\x02 \x01(\r\x12\x10\n\x08mae_nats\x18\x03 \x01(\x01\x12\x1b\n\x13worst_pair_mae_nats\x18\x04 \x01(\x01\x12\x10\n\x08p99_nats\x18\x05 \x01(\x01\x12\x10\n\x08max_nats\x18\x06 \x01(\x01\"\xe9\x01\n\x0bReplayPower\x12.\n\x05sight\x18\x01 \x01(\x0e\x32\x1f.syncguard.v1.ReplayPower.Sight\x12\x1c\n\x0f\x63hange_mae_nats\x18\x02 \x01(\x01H\x00\x88\x01\x01\x12\x13\n\x0bneeded_nats\x18\x03 \x01(\x01\x12\x15\n\x08\x66ollowed\x18\x04 \x01(\x01H\x01\x88\x01\x01\"?\n\x05Sight\x12\x15\n\x11SIGHT_UNSPECIFIED\x10\x00\x12\x0e\n\nSIGHT_SEES\x10\x01\x12\x0f\n\x0bSIGHT_BLIND\x10\x02\x42\x12\n\x10_change_mae_natsB\x0b\n\t_followed\"\xe2\x02\n\x0cReplayReport\x12*\n\x06status\x18\x01 \x01(\x0e\x32\x1a.syncguard.v1.ReplayStatus\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x12\n\nlimit_nats\x18\x03 \x01(\x01\x12\x14\n\x0climit_source\x18\x04 \x01(\t\x12-\n\x0b\x64ifferences\x18\x05 \x03(\x0b\x32\x18.syncguard.v1.Difference\x12\x13\n\x0b\x66ingerprint\x18\x06 \x01(\t\x12\x18\n\x10\x66ixed_limit_nats\x18\x07 \x01(\x01\x12\x1b\n\x13relative_limit_nats\x18\x08 \x01(\x01\x12\x1b\n\x13measured_noise_nats\x18\t \x01(\x01\x12*\n\x07repeats\x18\n \x03(\x0b\x32\x19.syncguard.v1.RepeatNoise\x12(\n\x05power\x18\x0b \x01(\x0b\x32\x19.syncguard.v1.ReplayPower*\xb3\x01\n\x0cReplayStatus\x12\x1d\n\x19REPLAY_STATUS_UNSPECIFIED\x10\x00\x12\x16\n\x12REPLAY_STATUS_PASS\x10\x01\x12\x16\n\x12REPLAY_STATUS_FAIL\x10\x02\x12\x1a\n\x16REPLAY_STATUS_NO_POWER\x10\x03\x12\x1a\n\x16REPLAY_STATUS_UNSTABLE\x10\x04\x12\x1c\n\x18REPLAY_STATUS_INCOMPLETE\x10\x05\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'syncguard.v1.replay_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_REPLAYSTATUS']._serialized_start=403
-  _globals['_REPLAYSTATUS']._serialized_end=582
+  _globals['_REPLAYSTATUS']._serialized_start=1151
+  _globals['_REPLAYSTATUS']._serialized_end=1330
   _globals['_RECORDCHUNK']._serialized_start=43
   _globals['_RECORDCHUNK']._serialized_end=70
   _globals['_DIFFERENCE']._serialized_start=73
-  _globals['_DIFFERENCE']._serialized_end=213
-  _globals['_REPLAYREPORT']._serialized_start=216
-  _globals['_REPLAYREPORT']._serialized_end=400
+  _globals['_DIFFERENCE']._serialized_end=369
+  _globals['_WORSTTOKEN']._serialized_start=371
+  _globals['_WORSTTOKEN']._serialized_end=426
+  _globals['_REPEATNOISE']._serialized_start=428
+  _globals['_REPEATNOISE']._serialized_end=555
+  _globals['_REPLAYPOWER']._serialized_start=558
+  _globals['_REPLAYPOWER']._serialized_end=791
+  _globals['_REPLAYPOWER_SIGHT']._serialized_start=695
+  _globals['_REPLAYPOWER_SIGHT']._serialized_end=758
+  _globals['_REPLAYREPORT']._serialized_start=794
+  _globals['_REPLAYREPORT']._serialized_end=1148
 # @@protoc_insertion_point(module_scope)

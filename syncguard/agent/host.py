@@ -1,0 +1,492 @@
+"""One worker's agent: feeds the state machine, journals what it decides, runs verifications, tells subscribers.
+
+The shell around `agent.core`. Order of every transition: step, journal, then everyone else. A transition to READY that
+cannot be journaled does not happen; one away from READY happens even then.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import queue
+import sqlite3
+import threading
+import time
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+from syncguard.agent.core import (
+    AgentState,
+    CoreConfig,
+    EngineLost,
+    EngineSeen,
+    Event,
+    EvidenceAgainst,
+    Fence,
+    Phase,
+    Refuse,
+    Step,
+    UpdateAnnounced,
+    VerifyFinished,
+    VerifyRequested,
+    step,
+)
+from syncguard.agent.journal import Journal, Remembered, Transition
+from syncguard.agent.replay_pass import Passes, ReplayRunner
+from syncguard.agent.verify import Cancelled, Verification, Verifier, VerifyRequest, gravest_code
+from syncguard.errors import ScoreError, SyncguardError, UnreachableError, VersionOrderError
+from syncguard.manifest.compare import known_version
+from syncguard.manifest.verdict import (
+    Finding,
+    FindingCode,
+    Readiness,
+    Severity,
+    Verdict,
+    VerdictStatus,
+)
+from syncguard.replay import A, ReplayRecord
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from syncguard.engines.base import EngineAdapter, EngineStatus
+    from syncguard.layout.model import RankLayout
+    from syncguard.manifest.model import KnownVersion, Manifest, RankObservation
+    from syncguard.spec import WeightVersion
+
+log = logging.getLogger("syncguard.agent")
+
+
+@dataclass(frozen=True, slots=True)
+class AgentConfig:
+    """Times and bounds.
+
+    Attributes:
+        poll_interval_s: An unannounced update revokes READY at most this long after it began.
+        lease_s: READY ends this long after the engine's last answer.
+        race_attempts: Verifications tried when the engine changes while it is read.
+        race_wait_s: Wait before each further one, in seconds.
+        known_versions: Earlier versions kept to explain a difference.
+    """
+
+    poll_interval_s: float = 1.0
+    lease_s: float = 5.0
+    race_attempts: int = 3
+    race_wait_s: float = 0.2
+    known_versions: int = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """A finished verification with the readiness that followed."""
+
+    verification: Verification
+    readiness: Readiness
+
+
+@dataclass(slots=True)
+class Subscription:
+    """Readiness changes of one subscriber; a slow one loses old changes, never the newest."""
+
+    changes: queue.Queue[Readiness] = field(default_factory=lambda: queue.Queue(maxsize=64))
+
+    def put(self, readiness: Readiness) -> None:
+        """Add a change."""
+        # One producer at a time (the agent's state lock), so room made here stays until it is used.
+        if self.changes.full():
+            with suppress(queue.Empty):
+                self.changes.get_nowait()
+        self.changes.put_nowait(readiness)
+
+
+class Agent:
+    """The agent of one worker.
+
+    Args:
+        adapter: The engine.
+        worker: Name of the worker.
+        journal: Journal; None keeps it in memory.
+        config: Times and bounds.
+        watch_adapter: A second connection for polling, so that a long call does not hide the engine; None shares the
+            first one, and polls then wait for it.
+        clock: Seconds since the Unix epoch.
+    """
+
+    def __init__(
+        self,
+        adapter: EngineAdapter,
+        *,
+        worker: str,
+        journal: Journal | None = None,
+        config: AgentConfig | None = None,
+        watch_adapter: EngineAdapter | None = None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        """Restore the history; the state starts UNKNOWN, whatever the journal says."""
+        self.worker = worker
+        self.config = config if config is not None else AgentConfig()
+        self.journal = journal if journal is not None else Journal(None)
+        self._adapter = adapter
+        self._watch_adapter = watch_adapter
+        self._clock = clock
+        self._rules = CoreConfig(self.config.lease_s)
+        self._state_lock = threading.RLock()
+        self._engine_lock = threading.Lock()
+        self._subscriptions: list[Subscription] = []
+        self._listeners: list[Callable[[Readiness], None]] = []
+        self._stop = threading.Event()
+        self._watcher: threading.Thread | None = None
+        self._sampled_s = 0.0
+        self._known = list(self.journal.known())
+        self._old: Passes | None = None
+        self._old_before: WeightVersion | None = None
+        self._verified_passes: Passes | None = None
+        self.last: Verification | None = None
+        self.engine: EngineStatus | None = None
+        restarted = bool(self.journal.transitions(1))
+        self.state = AgentState(accepted=self.journal.accepted(), since_s=self._clock())
+        if restarted:
+            self.state = replace(
+                self.state, reason="agent_restarted", message="the agent restarted; nothing was verified since"
+            )
+        self._journal(self.state, "started", {})
+
+    @property
+    def readiness(self) -> Readiness:
+        """Current readiness."""
+        return self.state.readiness
+
+    def start(self) -> None:
+        """Start watching the engine."""
+        self._watcher = threading.Thread(target=self._watch, name=f"watch-{self.worker}", daemon=True)
+        self._watcher.start()
+
+    def close(self) -> None:
+        """Stop watching, and close the journal; the adapters are closed too."""
+        self._stop.set()
+        if self._watcher is not None:
+            self._watcher.join(timeout=10)
+        for adapter in {id(a): a for a in (self._adapter, self._watch_adapter) if a is not None}.values():
+            adapter.close()
+        self.journal.close()
+
+    def listen(self, listener: Callable[[Readiness], None]) -> None:
+        """Call `listener` now and at each change, in order, after it was journaled."""
+        with self._state_lock:
+            self._listeners.append(listener)
+            listener(self.readiness)
+
+    @contextmanager
+    def subscribe(self) -> Iterator[Subscription]:
+        """Yield a subscription that starts with the current readiness."""
+        subscription = Subscription()
+        with self._state_lock:
+            subscription.put(self.readiness)
+            self._subscriptions.append(subscription)
+        try:
+            yield subscription
+        finally:
+            with self._state_lock:
+                self._subscriptions.remove(subscription)
+
+    # --- what callers ask for -------------------------------------------------------------------------------------
+
+    def poll(self) -> None:
+        """Look at the engine once and feed what was seen."""
+        adapter = self._watch_adapter or self._adapter
+        if self._watch_adapter is None:
+            if not self._engine_lock.acquire(timeout=self.config.poll_interval_s):
+                # Another call holds the only connection; it feeds its own status readings. The lease goes on.
+                return
+            try:
+                self._poll(adapter)
+            finally:
+                self._engine_lock.release()
+        else:
+            self._poll(adapter)
+
+    def announce(
+        self, version: WeightVersion, records: Sequence[ReplayRecord] = (), *, rollback_because: str = ""
+    ) -> tuple[Readiness, str]:
+        """Leave READY before a push; while a verified state is still resident, take its B scores.
+
+        Returns:
+            The readiness, and in words whether old scores were taken.
+
+        Raises:
+            VersionOrderError: The version goes back without a named rollback.
+        """
+        with self._state_lock:
+            was_ready = self.state.phase is Phase.READY
+            verified_label = str(self.state.held.version) if self.state.held is not None else ""
+            fence = self.state.held.fence if self.state.held is not None else None
+            # A second push of one version still follows the state that was verified before the first.
+            retried = self._old if version == self._old_before else None
+            self._old = self._verified_passes if was_ready else retried
+            self._old_before = version
+            refused = self._refusal(self.apply(UpdateAnnounced(version, rollback_because)))
+            if refused is not None:
+                raise refused
+        if not records:
+            return self.readiness, self._old_words()
+        if not was_ready or fence is None:
+            said = self._old_words() if self._old is not None else "not taken: the resident weights were not verified"
+            return self.readiness, said
+        with self._engine_lock:
+            said = self._take_old(records, verified_label, fence)
+        return self.readiness, said
+
+    def verify(self, request: VerifyRequest, progress: Callable[[str, float], None] | None = None) -> Outcome:
+        """Verify the worker after a push; the only way to READY."""
+        outcome: Outcome | None = None
+        for attempt in range(1, self.config.race_attempts + 1):
+            outcome = self._verify_once(request, progress or (lambda _step, _fraction: None), attempt)
+            state = self.state
+            if not outcome.verification.raced or state.running is not None or state.announced is not None:
+                break  # concluded, or a newer request took over
+            if attempt < self.config.race_attempts:
+                self._stop.wait(self.config.race_wait_s)
+        assert outcome is not None
+        return outcome
+
+    def audit(self, manifest: Manifest, progress: Callable[[str, float], None] | None = None) -> Verification:
+        """Compare with a manifest from outside the loop; never makes the worker ready, but may block it.
+
+        It blocks only when it is the very manifest that the worker was proven to hold, under the same fence.
+        """
+        with self._engine_lock:
+            verifier = Verifier(
+                self._adapter, self.worker, seen=self._seen_now(), progress=progress or (lambda _s, _f: None)
+            )
+            found = verifier.audit(manifest, history=self._history(manifest))
+        if found.verdict.status is VerdictStatus.MISMATCH and found.fence is not None:
+            self.apply(
+                EvidenceAgainst(found.fence, manifest.manifest_id, gravest_code(found.verdict), found.verdict.reason)
+            )
+        return found
+
+    def layouts(self) -> Sequence[RankLayout]:
+        """Return the live layouts."""
+        with self._engine_lock:
+            return self._adapter.layouts()
+
+    def observe(self, key_seed: bytes) -> Sequence[RankObservation]:
+        """Digest every rank once; judges nothing."""
+        with self._engine_lock:
+            return self._adapter.observe(key_seed)
+
+    def status(self) -> EngineStatus:
+        """Read the engine's status now and feed it."""
+        with self._engine_lock:
+            began = self._clock()
+            status = self._adapter.status()
+            self._feed(status, began)
+            return status
+
+    def capture(self, prompt_ids: Sequence[int], *, max_new_tokens: int, seed: int) -> ReplayRecord:
+        """Generate one response and return it as a record with A."""
+        with self._engine_lock:
+            status = self._adapter.status()
+            generation = self._adapter.generate(prompt_ids, max_new_tokens=max_new_tokens, seed=seed)
+        if not generation.response_ids:
+            raise ScoreError("the engine generated nothing", expected="one token or more", where=self.worker)
+        return ReplayRecord(
+            input_ids=[*prompt_ids, *generation.response_ids],  # type: ignore[arg-type]
+            prompt_length=len(prompt_ids),
+            scores={A: generation.logprobs_nats},  # type: ignore[dict-item]
+            sampling=dict(generation.settings),
+            worker=self.worker,
+            model_revision=status.model,
+            versions={"old": generation.weight_version_label or status.weight_version_label},
+            record_id=f"{self.worker}-{seed}",
+        )
+
+    # --- the state machine's shell ---------------------------------------------------------------------------------
+
+    def apply(self, event: Event, evidence: dict[str, object] | None = None) -> Step:
+        """Feed one event: step, journal, then tell everyone."""
+        with self._state_lock:
+            now_s = self._clock()
+            done = step(self.state, event, now_s, self._rules)
+            if done.transition:
+                try:
+                    self._journal(done.state, type(event).__name__, evidence or {})
+                except sqlite3.Error as error:
+                    done = self._unjournaled(done, error, now_s)
+            self.state = done.state
+            if done.transition:
+                log.info(
+                    "%s is %s (%s): %s", self.worker, done.state.phase.value, done.state.reason, done.state.message
+                )
+                for subscription in self._subscriptions:
+                    subscription.put(done.state.readiness)
+                for listener in self._listeners:
+                    listener(done.state.readiness)
+            return done
+
+    def _unjournaled(self, done: Step, error: sqlite3.Error, now_s: float) -> Step:
+        log.error("%s: the journal cannot be written: %s", self.worker, error)
+        if done.state.phase is not Phase.READY:
+            return done
+        blocked = replace(
+            done.state,
+            phase=Phase.BLOCKED,
+            reason="journal_failed",
+            message=f"verified, but the journal cannot be written: {error}",
+            held=None,
+            since_s=now_s,
+        )
+        return replace(done, state=blocked, reason="journal_failed")
+
+    def _journal(self, state: AgentState, event: str, evidence: dict[str, object]) -> None:
+        transition = Transition(
+            at_s=state.since_s,
+            phase=state.phase.value,
+            reason=state.reason,
+            message=state.message,
+            version=str(state.version) if state.version is not None else "",
+            fence=str(state.seen) if state.seen is not None else "",
+            event=event,
+            evidence=json.dumps(evidence),
+        )
+        self.journal.append(transition, state.accepted)
+
+    def _verify_once(self, request: VerifyRequest, progress: Callable[[str, float], None], attempt: int) -> Outcome:
+        manifest = request.manifest
+        began = self._clock()
+        with self._engine_lock:
+            # Seen first, so that a push that finished a moment ago is not taken for one during the verification.
+            try:
+                self._feed(self._adapter.status(), began)
+            except UnreachableError as error:
+                self.apply(EngineLost(error.text()))
+            except SyncguardError as error:
+                log.warning("%s: %s", self.worker, error)
+            done = self.apply(VerifyRequested(manifest.version, manifest.manifest_id))
+            refused = self._refusal(done)
+            if refused is not None:
+                return self._refused(refused)
+            ticket = self.state.ticket_count
+
+            def check_cancelled() -> None:
+                running = self.state.running
+                if running is None or running.number != ticket:
+                    raise Cancelled
+
+            verifier = Verifier(
+                self._adapter,
+                self.worker,
+                seen=self._seen_now(),
+                check_cancelled=check_cancelled,
+                progress=progress,
+            )
+            try:
+                found = verifier.verify(request, history=self._history(manifest), old=self._old)
+            except Cancelled:
+                found = self._cancelled()
+            verdict = found.verdict
+            evidence = {"manifest_id": manifest.manifest_id, "attempt": attempt, **verdict.evidence}
+            self.apply(
+                VerifyFinished(ticket, found.fence, verdict.status, gravest_code(verdict), verdict.reason), evidence
+            )
+            ready = self.state.phase is Phase.READY
+            if ready:
+                self._remember(manifest, found)
+            self.last = found
+        return Outcome(found, self.readiness)
+
+    def _cancelled(self) -> Verification:
+        state = self.state
+        finding = Finding(
+            FindingCode.UPDATE_RUNNING,
+            Severity.INCOMPLETE,
+            f"the verification was given up: {state.message}",
+            worker=self.worker,
+        )
+        return Verification(None, Verdict(VerdictStatus.INCOMPLETE, finding.text, (finding,)), raced=True)
+
+    def _refused(self, error: VersionOrderError) -> Outcome:
+        finding = Finding(
+            FindingCode.VERSION_ORDER,
+            Severity.MISMATCH,
+            error.text(),
+            worker=self.worker,
+            expected=error.expected,
+            observed=error.found,
+        )
+        verdict = Verdict(VerdictStatus.MISMATCH, error.text(), (finding,))
+        return Outcome(Verification(None, verdict), self.readiness)
+
+    def _refusal(self, done: Step) -> VersionOrderError | None:
+        for effect in done.effects:
+            if isinstance(effect, Refuse):
+                return VersionOrderError(
+                    effect.what, expected=effect.expected, found=effect.found, where=self.worker, todo=effect.todo
+                )
+        return None
+
+    def _remember(self, manifest: Manifest, found: Verification) -> None:
+        self._verified_passes = found.passes
+        self._old = None
+        newest = Remembered(known_version(manifest, found.observation), manifest.key_seed_hex, manifest.algorithm)
+        rest = [r for r in self._known if r.known.label != newest.known.label]
+        self._known = [newest, *rest][: self.config.known_versions]
+        try:
+            self.journal.remember(self._known)
+        except sqlite3.Error as error:  # it only explains; the verdict stands
+            log.warning("%s: the history cannot be written: %s", self.worker, error)
+
+    def _history(self, manifest: Manifest) -> tuple[KnownVersion, ...]:
+        # Sums under two keys are unrelated numbers: only versions digested under this key can explain anything.
+        return tuple(
+            r.known
+            for r in self._known
+            if (r.key_seed_hex, r.algorithm) == (manifest.key_seed_hex, manifest.algorithm)
+            and r.known.label != str(manifest.version)
+        )
+
+    def _take_old(self, records: Sequence[ReplayRecord], label: str, fence: Fence) -> str:
+        try:
+            began = self._clock()
+            before = self._adapter.status()
+            self._feed(before, began)
+            runner = ReplayRunner(self._adapter, worker=self.worker, vocab_size=before.vocab_size, sleep=time.sleep)
+            passes = runner.take(records, label=label, warm=0)
+            after = self._adapter.status()
+        except SyncguardError as error:
+            return f"not taken: {error.text()}"
+        if Fence.of(before) != fence or Fence.of(after) != fence or passes.findings:
+            return "not taken: the engine changed, or a flush was not confirmed"
+        self._old = passes
+        return self._old_words()
+
+    def _old_words(self) -> str:
+        return f"of {self._old.label}" if self._old is not None else "none"
+
+    # --- watching --------------------------------------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        while not self._stop.wait(self.config.poll_interval_s):
+            self.poll()
+
+    def _poll(self, adapter: EngineAdapter) -> None:
+        began = self._clock()
+        try:
+            status = adapter.status()
+        except Exception as error:  # noqa: BLE001 - whatever an engine does, the watcher goes on
+            self.apply(EngineLost(error.text() if isinstance(error, SyncguardError) else repr(error)))
+        else:
+            self._feed(status, began)
+
+    def _feed(self, status: EngineStatus, began_s: float) -> None:
+        with self._state_lock:
+            if began_s < self._sampled_s:
+                return  # an answer that was asked for before a newer one came may be older than it
+            self._sampled_s = self._clock()
+            self.engine = status
+            updating = any(rank.updating for rank in status.ranks)
+            self.apply(EngineSeen(Fence.of(status), updating, status.weight_version_label))
+
+    def _seen_now(self) -> Callable[[EngineStatus], None]:
+        return lambda status: self._feed(status, self._clock())

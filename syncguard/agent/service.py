@@ -1,0 +1,354 @@
+"""AgentService over gRPC: strict streams in, one verification at a time, standard health and reflection beside it."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from concurrent import futures
+from dataclasses import dataclass, field
+from importlib import metadata
+from typing import TYPE_CHECKING, Any, Final
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from syncguard.agent.verify import Verification, VerifyRequest, bounded
+from syncguard.errors import BadInputError, IncompleteError, ManifestError, SyncguardError, UsageError
+from syncguard.manifest.codec import check_spec_version
+from syncguard.manifest.verdict import Readiness, ReadinessState
+from syncguard.manifest.wire import layout_to_proto, manifest_from_proto, observation_to_proto, version_from_proto
+from syncguard.manifest.wire_verdict import readiness_to_proto, verdict_to_proto
+from syncguard.replay import ReplayPolicy
+from syncguard.rpc.credentials import Access, Role, RoleInterceptor, TlsFiles, check_listen, server_credentials
+from syncguard.rpc.failures import abort
+from syncguard.rpc.limits import FINDINGS_LIMIT, MANIFEST_ENTRIES_LIMIT, PROMPT_TOKENS_LIMIT, SERVER_OPTIONS
+from syncguard.rpc.records import RecordCollector, record_chunks
+from syncguard.rpc.replay_report import policy_from_proto, report_to_proto
+from syncguard.spec import SPEC_VERSION
+from syncguard.v1 import agent_service_pb2 as pb
+from syncguard.v1 import agent_service_pb2_grpc as rpc
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+    from syncguard.agent.host import Agent
+    from syncguard.manifest.model import Manifest
+
+SERVICE: Final = "syncguard.v1.AgentService"
+_NEEDED: Final = {
+    f"/{SERVICE}/{method}": role
+    for method, role in {
+        "GetStatus": Role.OBSERVE,
+        "DescribeLayout": Role.OBSERVE,
+        "Observe": Role.OBSERVE,
+        "WatchReadiness": Role.OBSERVE,
+        "Audit": Role.OBSERVE,
+        "AnnounceUpdate": Role.VERIFY,
+        "Verify": Role.VERIFY,
+        "Capture": Role.VERIFY,
+    }.items()
+}
+_WATCHERS_MAX: Final = 16
+_THREADS: Final = 32
+
+
+def health_name(worker: str) -> str:
+    """Return the name under which grpc.health.v1 answers for a worker."""
+    return f"syncguard.rollout/{worker}"
+
+
+@dataclass(frozen=True, slots=True)
+class ListenOptions:
+    """How the server listens.
+
+    Attributes:
+        address: `HOST:PORT` or `unix:PATH`; port 0 picks a free one.
+        tls: Own files for mutual TLS; needed off loopback.
+        access: Roles; None gives everyone ADMIN on loopback without TLS, and certificates nothing.
+    """
+
+    address: str = "127.0.0.1:50051"
+    tls: TlsFiles | None = None
+    access: Access | None = None
+
+    def effective_access(self) -> Access:
+        """Return the roles in force."""
+        if self.access is not None:
+            return self.access
+        return Access(anyone=Role.ADMIN if self.tls is None else Role.NONE)
+
+
+@dataclass(slots=True)
+class _Parts:
+    """What a request stream held."""
+
+    header: Any = None
+    chunks: list[Any] = field(default_factory=list)
+    entries: int = 0
+    records: RecordCollector = field(default_factory=RecordCollector)
+    policy: Any = None
+
+
+class AgentServicer(rpc.AgentServiceServicer):  # type: ignore[misc] # generated code is untyped
+    """The calls, each a thin translation around `Agent`."""
+
+    def __init__(self, agent: Agent, access: Access) -> None:
+        """Serve one agent."""
+        self._agent = agent
+        self._access = access
+        self._watchers = threading.BoundedSemaphore(_WATCHERS_MAX)
+
+    def GetStatus(self, _request: Any, context: Any) -> Any:  # noqa: N802
+        """Answer from the live engine; when it is silent, from what was last seen."""
+        agent = self._agent
+        try:
+            status = agent.status()
+        except SyncguardError as error:
+            if agent.engine is None:
+                abort(context, error)
+            status = agent.engine
+        last = agent.last
+        incarnations = sorted({rank.incarnation for rank in status.ranks})
+        return pb.GetStatusResponse(
+            worker=agent.worker,
+            engine=status.engine,
+            model=status.model,
+            weight_version_label=status.weight_version_label,
+            expected_ranks=status.expected_ranks,
+            state=agent.state.phase.value,
+            readiness=readiness_to_proto(agent.readiness),
+            epoch=max((rank.epoch for rank in status.ranks), default=0),
+            incarnation=",".join(incarnations),
+            spec_version=SPEC_VERSION,
+            agent_version=metadata.version("syncguard"),
+            last_verdict=verdict_to_proto(bounded(last.verdict, FINDINGS_LIMIT)) if last is not None else None,
+            last_replay=report_to_proto(last.replay) if last is not None and last.replay is not None else None,
+            poll_interval_s=agent.config.poll_interval_s,
+            lease_s=agent.config.lease_s,
+            vocab_size=status.vocab_size,
+        )
+
+    def DescribeLayout(self, _request: Any, context: Any) -> Iterator[Any]:  # noqa: N802
+        """Stream one layout a rank."""
+        for layout in self._guarded(context, self._agent.layouts):
+            yield pb.DescribeLayoutResponse(layout=layout_to_proto(layout))
+
+    def Observe(self, request: Any, context: Any) -> Iterator[Any]:  # noqa: N802
+        """Stream one observation a rank."""
+        for observation in self._guarded(context, lambda: self._agent.observe(request.key_seed)):
+            yield pb.ObserveResponse(observation=observation_to_proto(observation))
+
+    def AnnounceUpdate(self, requests: Iterable[Any], context: Any) -> Any:  # noqa: N802
+        """Leave READY; take old scores."""
+
+        def announce() -> Any:
+            parts = self._parts(requests)
+            if parts.header is None:
+                raise UsageError("an announcement without its header", todo="send the header first")
+            check_spec_version(parts.header.spec_version, "announcement")
+            if parts.header.rollback_because and self._access.role(context) < Role.ADMIN:
+                context.abort(grpc.StatusCode.PERMISSION_DENIED, "a rollback needs the role admin")
+            readiness, said = self._agent.announce(
+                version_from_proto(parts.header.next),
+                parts.records.records(),
+                rollback_because=parts.header.rollback_because,
+            )
+            return pb.AnnounceUpdateResponse(readiness=readiness_to_proto(readiness), old_scores=said)
+
+        return self._guarded(context, announce)
+
+    def Verify(self, requests: Iterable[Any], context: Any) -> Iterator[Any]:  # noqa: N802
+        """Verify; progress as it goes, then records, then the outcome."""
+
+        def read() -> VerifyRequest:
+            parts = self._parts(requests)
+            policy = parts.policy
+            return VerifyRequest(
+                self._manifest(parts),
+                parts.records.records(),
+                policy_from_proto(policy) if policy is not None else ReplayPolicy(),
+                policy.replay_waived_because if policy is not None else "",
+            )
+
+        request = self._guarded(context, read)
+        outcome: Any = None
+        for event in self._with_progress(context, lambda progress: self._agent.verify(request, progress)):
+            if isinstance(event, tuple):
+                yield pb.VerifyResponse(progress=pb.Progress(step=event[0], fraction=event[1]))
+            else:
+                outcome = event
+        found: Verification = outcome.verification
+        for chunk in self._guarded(context, lambda: list(record_chunks(found.records))):
+            yield pb.VerifyResponse(record=chunk)
+        yield pb.VerifyResponse(
+            outcome=pb.VerifyResponse.Outcome(
+                worker=self._agent.worker,
+                verdict=verdict_to_proto(bounded(found.verdict, FINDINGS_LIMIT)),
+                replay=report_to_proto(found.replay) if found.replay is not None else None,
+                readiness=readiness_to_proto(outcome.readiness),
+                seconds=found.seconds,
+            )
+        )
+
+    def Audit(self, requests: Iterable[Any], context: Any) -> Iterator[Any]:  # noqa: N802
+        """Compare with a manifest; progress as it goes, then the verdict."""
+        manifest = self._guarded(context, lambda: self._manifest(self._parts(requests)))
+        for event in self._with_progress(context, lambda progress: self._agent.audit(manifest, progress)):
+            if isinstance(event, tuple):
+                yield pb.AuditResponse(progress=pb.Progress(step=event[0], fraction=event[1]))
+            else:
+                yield pb.AuditResponse(verdict=verdict_to_proto(bounded(event.verdict, FINDINGS_LIMIT)))
+
+    def Capture(self, request: Any, context: Any) -> Iterator[Any]:  # noqa: N802
+        """Generate one response and stream its record."""
+
+        def capture() -> list[Any]:
+            if not 1 <= len(request.prompt_ids) <= PROMPT_TOKENS_LIMIT or not 1 <= request.max_new_tokens:
+                raise UsageError(
+                    "nothing to generate", expected="a prompt and one new token or more", found=len(request.prompt_ids)
+                )
+            record = self._agent.capture(
+                list(request.prompt_ids), max_new_tokens=request.max_new_tokens, seed=request.seed
+            )
+            return list(record_chunks([record]))
+
+        for chunk in self._guarded(context, capture):
+            yield pb.CaptureResponse(record=chunk)
+
+    def WatchReadiness(self, _request: Any, context: Any) -> Iterator[Any]:  # noqa: N802
+        """Stream the current readiness, then each change, until the caller leaves."""
+        if not self._watchers.acquire(blocking=False):
+            context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, f"{_WATCHERS_MAX} callers watch already")
+        try:
+            with self._agent.subscribe() as subscription:
+                while context.is_active():
+                    try:
+                        readiness = subscription.changes.get(timeout=0.5)
+                    except queue.Empty:
+                        continue
+                    yield pb.WatchReadinessResponse(worker=self._agent.worker, readiness=readiness_to_proto(readiness))
+        finally:
+            self._watchers.release()
+
+    def _guarded(self, context: Any, work: Callable[[], Any]) -> Any:
+        """Run, and end the call with the error's own status when it fails."""
+        try:
+            return work()
+        except SyncguardError as error:
+            abort(context, error)
+
+    def _parts(self, requests: Iterable[Any]) -> _Parts:
+        parts = _Parts()
+        for request in requests:
+            kind = request.WhichOneof("part")
+            if kind == "header":
+                if parts.header is not None:
+                    raise BadInputError("two headers in one stream", expected=1, found=2)
+                parts.header = request.header
+                continue
+            if parts.header is None:
+                raise BadInputError("stream out of order", expected="the header first", found=kind or "an empty part")
+            if kind == "entries":
+                parts.entries += len(request.entries.entries)
+                if parts.entries > MANIFEST_ENTRIES_LIMIT:
+                    raise ManifestError(
+                        "entries of a manifest", expected=f"at most {MANIFEST_ENTRIES_LIMIT}", found=parts.entries
+                    )
+                parts.chunks.append(request.entries)
+            elif kind == "record":
+                parts.records.add(request.record)
+            elif kind == "policy":
+                parts.policy = request.policy
+        return parts
+
+    def _manifest(self, parts: _Parts) -> Manifest:
+        if parts.header is None:
+            raise IncompleteError("a stream without a manifest", expected="a header and entries", found="nothing")
+        return manifest_from_proto(parts.header, parts.chunks)
+
+    def _with_progress(self, context: Any, work: Callable[[Callable[[str, float], None]], Any]) -> Iterator[Any]:
+        """Yield (step, fraction) while `work` runs in a thread of its own, then its result.
+
+        The work goes on when the caller leaves: a half verification would leave the worker undecided.
+        """
+        events: queue.SimpleQueue[Any] = queue.SimpleQueue()
+
+        def run() -> None:
+            try:
+                events.put(("done", work(lambda step, fraction: events.put((step, fraction)))))
+            except SyncguardError as error:
+                events.put(("done", error))
+            except Exception as error:  # noqa: BLE001 - reported to the caller, and the daemon goes on
+                events.put(("done", IncompleteError("internal error", found=f"{type(error).__name__}: {error}")))
+
+        threading.Thread(target=run, name="verify", daemon=True).start()
+        while True:
+            step, value = events.get()
+            if step != "done":
+                yield step, value
+                continue
+            if isinstance(value, SyncguardError):
+                abort(context, value)
+            yield value
+            return
+
+
+class AgentServer:
+    """The server of one agent.
+
+    Args:
+        agent: The agent.
+        listen: Where and how to listen.
+
+    Raises:
+        UsageError: Off loopback without TLS, or the address cannot be bound.
+    """
+
+    def __init__(self, agent: Agent, listen: ListenOptions | None = None) -> None:
+        """Bind; `start` serves."""
+        options = listen if listen is not None else ListenOptions()
+        check_listen(options.address, options.tls)
+        access = options.effective_access()
+        self._agent = agent
+        self._server = grpc.server(
+            futures.ThreadPoolExecutor(_THREADS, thread_name_prefix="grpc"),
+            interceptors=(RoleInterceptor(access, _NEEDED),),
+            options=SERVER_OPTIONS,
+        )
+        self._health = health.HealthServicer(
+            experimental_non_blocking=True, experimental_thread_pool=futures.ThreadPoolExecutor(1)
+        )
+        rpc.add_AgentServiceServicer_to_server(AgentServicer(agent, access), self._server)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        reflection.enable_server_reflection((SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server)
+        try:
+            if options.tls is None:
+                self.port = self._server.add_insecure_port(options.address)
+            else:
+                self.port = self._server.add_secure_port(options.address, server_credentials(options.tls))
+        except RuntimeError as error:
+            raise UsageError(
+                "cannot listen", found=error, where=options.address, todo="choose another port with --listen"
+            ) from error
+        self.address = (
+            options.address
+            if options.address.startswith("unix:")
+            else f"{options.address.rpartition(':')[0]}:{self.port}"
+        )
+        agent.listen(self._announce)
+
+    def _announce(self, readiness: Readiness) -> None:
+        serving = health_pb2.HealthCheckResponse.SERVING
+        status = serving if readiness.state is ReadinessState.READY else health_pb2.HealthCheckResponse.NOT_SERVING
+        self._health.set("", status)
+        self._health.set(health_name(self._agent.worker), status)
+
+    def start(self) -> None:
+        """Serve."""
+        self._server.start()
+
+    def stop(self, grace_s: float = 5.0) -> None:
+        """Say NOT_SERVING, let running calls finish for `grace_s` seconds, then end them."""
+        self._health.enter_graceful_shutdown()
+        self._server.stop(grace_s).wait()

@@ -1,0 +1,376 @@
+"""The gate in an RL loop: one object, three calls.
+
+    gate = Gate(["127.0.0.1:50051"])
+    gate.before_push(version, record)      # workers leave READY; B_old is taken while T0 is resident
+    ...                                    # push T1
+    gate.after_push(manifest, record)      # digests, replay, flush and label of every worker, in parallel
+    gate.verdicts(), gate.decision()       # one verdict per worker, and what to do
+
+It owns the clock, the connections and the threads, and decides nothing: `gate.readiness.decide` does.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Protocol, TypeAlias
+
+from syncguard.errors import SyncguardError, UnreachableError, UsageError, VersionOrderError
+from syncguard.gate.client import AgentClient, WorkerVerdict
+from syncguard.gate.readiness import Action, Decision, FleetState, GatePolicy, WorkerState, decide
+from syncguard.manifest.verdict import (
+    Finding,
+    FindingCode,
+    Readiness,
+    ReadinessState,
+    Severity,
+    Verdict,
+    VerdictStatus,
+)
+from syncguard.replay import ReplayPolicy, ReplayRecord
+from syncguard.spec import WeightVersion
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from syncguard.manifest.model import Manifest
+    from syncguard.rpc.credentials import ChannelCredentials
+    from syncguard.spec import Box
+
+Records: TypeAlias = "ReplayRecord | Sequence[ReplayRecord] | None"
+_PARALLEL_MAX = 64
+
+
+class Router(Protocol):
+    """Where readiness goes: a gateway, an orchestrator."""
+
+    def admit(self, worker: str) -> None:
+        """Let the worker serve.
+
+        Raises:
+            UnreachableError: The router did not answer or refused.
+        """
+
+    def remove(self, worker: str, because: str) -> None:
+        """Stop new requests to the worker; those in flight go on.
+
+        Raises:
+            UnreachableError: The router did not answer or refused.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """A step of one worker's verification.
+
+    Attributes:
+        worker: Name of the worker, or its address before the name is known.
+        step: Name of the step.
+        fraction: Finished part, 0 to 1.
+    """
+
+    worker: str
+    step: str
+    fraction: float
+
+
+class Gate:
+    """The trainer's handle on its rollout workers.
+
+    Args:
+        agents: Addresses of the agents, `HOST:PORT`.
+        policy: When to go on, retry or stop.
+        replay_policy: Limits of the replay.
+        credentials: TLS files and token.
+        routers: Told to remove a worker before a push and to admit it when it is READY.
+        progress: Called from worker threads with each step.
+        timeout_s: Longest time for calls that only ask.
+        verify_timeout_s: Longest time of one verification.
+        clock: Seconds since the Unix epoch.
+
+    Raises:
+        UsageError: No agents, one named twice, or credentials that cannot be used.
+    """
+
+    def __init__(
+        self,
+        agents: Sequence[str],
+        *,
+        policy: GatePolicy | None = None,
+        replay_policy: ReplayPolicy | None = None,
+        credentials: ChannelCredentials | None = None,
+        routers: Sequence[Router] = (),
+        progress: Callable[[Progress], None] | None = None,
+        timeout_s: float = 10.0,
+        verify_timeout_s: float = 600.0,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        """Open the channels; nothing is sent yet."""
+        if not agents or len(set(agents)) != len(agents):
+            raise UsageError("agents of a gate", expected="one address or more, each once", found=list(agents))
+        self.policy = policy if policy is not None else GatePolicy()
+        self.replay_policy = replay_policy
+        self._routers = tuple(routers)
+        self._progress = progress
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._clients = {
+            address: AgentClient(
+                address, credentials=credentials, timeout_s=timeout_s, verify_timeout_s=verify_timeout_s
+            )
+            for address in agents
+        }
+        self._names = {address: address for address in agents}
+        self._states = {address: WorkerState(address) for address in agents}
+        self._verdicts: dict[str, WorkerVerdict] = {}
+        self._wanted = ""
+        self._published_s = 0.0
+        self._pool = ThreadPoolExecutor(min(_PARALLEL_MAX, len(agents)), thread_name_prefix="gate")
+
+    def __enter__(self) -> Gate:  # noqa: PYI034 - no subclasses are meant
+        """Return the gate."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Close the channels."""
+        self.close()
+
+    def close(self) -> None:
+        """Close the channels and end the threads; workers keep their readiness."""
+        self._pool.shutdown(wait=True, cancel_futures=True)
+        for client in self._clients.values():
+            client.close()
+
+    def before_push(
+        self,
+        version: WeightVersion | str,
+        record: Records = None,
+        *,
+        workers: Sequence[str] | None = None,
+        rollback_because: str = "",
+    ) -> list[Readiness]:
+        """Take workers out of READY before weights are pushed, and take their old scores.
+
+        Args:
+            version: Version that is about to be pushed.
+            record: Responses that are carried across the update.
+            workers: Names or addresses; all where None.
+            rollback_because: Why the version may go back; needs the admin role.
+
+        Returns:
+            One readiness a worker, in order; an agent that does not answer is PENDING, `unreachable`.
+
+        Raises:
+            VersionOrderError: The version goes back without a named rollback.
+        """
+        target = WeightVersion.parse(version) if isinstance(version, str) else version
+        records = _sequence(record)
+        chosen = self._chosen(workers)
+        for address in chosen:
+            self._route(address, ready=False, because=f"{target} is about to be pushed")
+
+        def announce(address: str) -> Readiness:
+            self._learn_name(address)
+            try:
+                readiness = self._clients[address].announce(target, records, rollback_because=rollback_because)
+            except VersionOrderError:
+                raise
+            except SyncguardError as error:
+                self._put(address, unreachable=error.text())
+                return Readiness(ReadinessState.PENDING, "unreachable", error.text(), since_s=self._clock())
+            self._put(address, readiness=readiness, unreachable="", seen_s=self._clock())
+            return readiness
+
+        return list(self._pool.map(announce, chosen))
+
+    def after_push(
+        self,
+        manifest: Manifest,
+        record: Records = None,
+        *,
+        workers: Sequence[str] | None = None,
+        replay_waived_because: str = "",
+    ) -> Decision:
+        """Verify workers after weights were pushed, all in parallel, and decide.
+
+        Args:
+            manifest: Every exported tensor of the pushed version, sealed.
+            record: The responses with C_new (and C_old).
+            workers: Names or addresses, for a retry of some; all that are not quarantined where None.
+            replay_waived_because: Why no replay is made; the verdicts then say so.
+
+        Returns:
+            The decision; `verdicts()` holds one verdict a worker.
+        """
+        records = _sequence(record)
+        self._publish(str(manifest.version))
+        chosen = self._chosen(workers, quarantined=workers is not None)
+        canary = self.policy.canary
+        first = [a for a in chosen if canary and canary in (a, self._names[a])]
+        rest = [a for a in chosen if a not in first]
+
+        def verify(address: str) -> None:
+            self._verify(address, manifest, records, replay_waived_because)
+
+        list(self._pool.map(verify, first))
+        if not first or self._states[first[0]].readiness_state is ReadinessState.READY:
+            list(self._pool.map(verify, rest))
+        decision = self.decision()
+        for worker in decision.workers:
+            state = self._states[self._address(worker.worker)]
+            if worker.action is Action.QUARANTINE and state.faults_in_row >= self.policy.quarantine_after:
+                self.quarantine(worker.worker, worker.reason)
+        return decision
+
+    def verdicts(self) -> tuple[WorkerVerdict, ...]:
+        """Return the verdict of each worker at the wanted version, in the order of the agents."""
+        with self._lock:
+            return tuple(self._verdicts[address] for address in self._clients if address in self._verdicts)
+
+    def decision(self, *, refresh: bool = False) -> Decision:
+        """Return what to do now.
+
+        Args:
+            refresh: Ask every agent for its readiness first.
+        """
+        if refresh:
+            list(self._pool.map(self._refresh, self._clients))
+        with self._lock:
+            state = FleetState(self._wanted, self._published_s, tuple(self._states.values()))
+        return decide(self._clock(), state, self.policy)
+
+    def quarantine(self, worker: str, because: str) -> None:
+        """Take a worker out until it is released."""
+        address = self._address(worker)
+        self._put(address, quarantined=because)
+        self._route(address, ready=False, because=because)
+
+    def release(self, worker: str) -> None:
+        """Let a quarantined worker take part again; it is verified before it serves."""
+        self._put(self._address(worker), quarantined="", faults_in_row=0, attempts=0)
+
+    def capture(
+        self, prompt_ids: Sequence[int], max_new_tokens: int, seed: int = 0, *, worker: str | None = None
+    ) -> ReplayRecord:
+        """Generate one response on a worker (the first where None) and return its record with A."""
+        address = self._address(worker) if worker is not None else next(iter(self._clients))
+        return self._clients[address].capture(prompt_ids, max_new_tokens=max_new_tokens, seed=seed)
+
+    def boxes(self) -> dict[str, tuple[Box, ...]]:
+        """Return the boxes of every logical tensor that the workers hold, for a manifest with parts."""
+        merged: dict[str, set[Box]] = {}
+        for found in self._pool.map(lambda client: client.boxes(), self._clients.values()):
+            for fqn, boxes in found.items():
+                merged.setdefault(fqn, set()).update(boxes)
+        return {fqn: tuple(sorted(boxes)) for fqn, boxes in merged.items()}
+
+    def workers(self) -> tuple[WorkerState, ...]:
+        """Return what is known of each worker."""
+        with self._lock:
+            return tuple(self._states.values())
+
+    # --- one worker ------------------------------------------------------------------------------------------------
+
+    def _verify(
+        self, address: str, manifest: Manifest, records: Sequence[ReplayRecord], replay_waived_because: str
+    ) -> None:
+        self._learn_name(address)
+        name = self._names[address]
+
+        def progress(step: str, fraction: float) -> None:
+            if self._progress is not None:
+                self._progress(Progress(name, step, fraction))
+
+        try:
+            found = self._clients[address].verify(
+                manifest,
+                records,
+                policy=self.replay_policy,
+                replay_waived_because=replay_waived_because,
+                progress=progress,
+            )
+            unreachable = ""
+        except SyncguardError as error:
+            found = _failed(name, address, error, self._clock())
+            unreachable = error.text() if isinstance(error, UnreachableError) else ""
+        with self._lock:
+            self._verdicts[address] = found
+            self._states[address] = replace(
+                self._states[address],
+                worker=found.worker,
+                readiness=found.readiness,
+                verdict=found.verdict,
+                seen_s=self._clock(),
+                attempts=self._states[address].attempts + 1,
+                unreachable=unreachable,
+            )
+        ready = found.readiness.state is ReadinessState.READY and not self._states[address].quarantined
+        self._route(address, ready=ready, because=found.readiness.message)
+
+    def _refresh(self, address: str) -> None:
+        try:
+            status = self._clients[address].status()
+        except SyncguardError as error:
+            self._put(address, unreachable=error.text())
+            return
+        self._names[address] = status.worker
+        self._put(address, worker=status.worker, readiness=status.readiness, seen_s=self._clock(), unreachable="")
+
+    def _learn_name(self, address: str) -> None:
+        if self._names[address] == address:
+            self._refresh(address)
+
+    def _publish(self, wanted: str) -> None:
+        with self._lock:
+            if wanted == self._wanted:
+                return
+            for address, state in self._states.items():
+                faulty = state.verdict is not None and state.verdict.status is not VerdictStatus.MATCH
+                self._states[address] = replace(
+                    state, verdict=None, attempts=0, faults_in_row=state.faults_in_row + 1 if faulty else 0
+                )
+            self._verdicts.clear()
+            self._wanted = wanted
+            self._published_s = self._clock()
+
+    def _put(self, address: str, **changes: object) -> None:
+        with self._lock:
+            self._states[address] = replace(self._states[address], **changes)  # type: ignore[arg-type]
+
+    def _route(self, address: str, *, ready: bool, because: str) -> None:
+        for router in self._routers:
+            if ready:
+                router.admit(self._names[address])
+            else:
+                router.remove(self._names[address], because)
+
+    def _address(self, worker: str) -> str:
+        for address, name in self._names.items():
+            if worker in (name, address):
+                return address
+        raise UsageError("no such worker", expected=" ".join(self._names.values()), found=worker)
+
+    def _chosen(self, workers: Sequence[str] | None, *, quarantined: bool = True) -> list[str]:
+        if workers is not None:
+            return [self._address(worker) for worker in workers]
+        return [a for a in self._clients if quarantined or not self._states[a].quarantined]
+
+
+def _sequence(record: Records) -> tuple[ReplayRecord, ...]:
+    if record is None:
+        return ()
+    return (record,) if isinstance(record, ReplayRecord) else tuple(record)
+
+
+def _failed(worker: str, address: str, error: SyncguardError, now_s: float) -> WorkerVerdict:
+    """Return the verdict of a verification that gave none: INCOMPLETE, and never ready."""
+    finding = Finding(FindingCode.ENGINE_UNREACHABLE, Severity.INCOMPLETE, error.text(), worker=worker)
+    return WorkerVerdict(
+        worker,
+        address,
+        Verdict(VerdictStatus.INCOMPLETE, error.text(), (finding,)),
+        None,
+        Readiness(ReadinessState.PENDING, error.code.lower(), error.text(), since_s=now_s),
+    )
