@@ -49,6 +49,8 @@ class Family:
         packed: Checkpoint names that a resident module packs, in resident order.
         experts: Names of experts.
         renames: Regular expressions on the resident module name and their replacements, applied in order.
+        tied_head: Checkpoint module that a head of its own is loaded from when embeddings are tied (qwen3.py:705-712: the
+            last of several pipeline stages), empty when the class has no such copy.
     """
 
     name: str
@@ -56,6 +58,7 @@ class Family:
     packed: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: dict(LLAMA_PACKED))
     experts: ExpertNames = field(default_factory=ExpertNames)
     renames: tuple[tuple[str, str], ...] = ()
+    tied_head: str = ""
 
     def checkpoint_name(self, fqn: str) -> str:
         """Return the checkpoint name of a resident module."""
@@ -76,10 +79,12 @@ NEXT_PACKED: Final[Mapping[str, tuple[str, ...]]] = {
 SELF_ATTN: Final = ((r"^(model\.layers\.\d+)\.(qkv_proj|o_proj|q_norm|k_norm)$", r"\1.self_attn.\2"),)
 """Qwen3-Next's full attention layers hold their projections without the `self_attn` level (qwen3_next.py:1138)."""
 
+EMBED: Final = "model.embed_tokens"
+
 FAMILIES: Final = (
     Family("Llama", ("LlamaForCausalLM",)),
-    Family("Qwen2", ("Qwen2ForCausalLM",)),
-    Family("Qwen3", ("Qwen3ForCausalLM",)),
+    Family("Qwen2", ("Qwen2ForCausalLM",), tied_head=EMBED),
+    Family("Qwen3", ("Qwen3ForCausalLM",), tied_head=EMBED),
     Family("Qwen3-MoE", ("Qwen3MoeForCausalLM",)),
     Family(
         "Qwen3-Next",

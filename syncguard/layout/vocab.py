@@ -38,9 +38,16 @@ def vocab(view: LayerView) -> None:
         if len(resident.shape) > 1 and resident.shape[1] != int(view.attr("embedding_dim")):
             msg = f"rows of {resident.shape[1]}, its layer says {view.attr('embedding_dim')}"
             raise ValueError(msg)
-        name = view.name
+        name = source_name(view)
         view.bind_spans(resident, f"{name}.{local}", (rows, *rest))
         view.pad_tail(resident, 0, rows.length, "vocabulary padding")
+
+
+def source_name(view: LayerView) -> str:
+    """Return the checkpoint module that an embedding or head is loaded from."""
+    tied = view.family.tied_head and getattr(view.config, "tie_word_embeddings", False)
+    is_head = any(base.__name__ == "ParallelLMHead" for base in type(view.module).__mro__)
+    return view.family.tied_head if tied and is_head and not view.alias else view.name
 
 
 @rule("RMSNorm", "LayerNorm", "Gemma3RMSNorm")

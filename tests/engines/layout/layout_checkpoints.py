@@ -68,13 +68,13 @@ _YARN = {
 
 CHECKPOINTS = {
     "llama": Checkpoint("Llama", "LlamaConfig", "LlamaForCausalLM"),
-    "llama-bias": Checkpoint("Llama", "LlamaConfig", "LlamaForCausalLM", {"attention_bias": True, "mlp_bias": True}),
+    "llama-bias": Checkpoint("Llama", "LlamaConfig", "LlamaForCausalLM", {"attention_bias": True}),
     "llama-tied": Checkpoint("Llama", "LlamaConfig", "LlamaForCausalLM", {"tie_word_embeddings": True}),
     "qwen2": Checkpoint("Qwen2", "Qwen2Config", "Qwen2ForCausalLM", {"head_dim": 8}),
     "qwen3": Checkpoint("Qwen3", "Qwen3Config", "Qwen3ForCausalLM"),
     "qwen3-tied": Checkpoint("Qwen3", "Qwen3Config", "Qwen3ForCausalLM", {"tie_word_embeddings": True}),
     "qwen3-moe": Checkpoint(
-        "Qwen3-MoE", "Qwen3MoeConfig", "Qwen3MoeForCausalLM", _MOE | {"decoder_sparse_step": 1, "mlp_only_layers": [1]}
+        "Qwen3-MoE", "Qwen3MoeConfig", "Qwen3MoeForCausalLM", _MOE | {"decoder_sparse_step": 1, "mlp_only_layers": []}
     ),
     "mixtral": Checkpoint(
         "Mixtral",
@@ -82,8 +82,15 @@ CHECKPOINTS = {
         "MixtralForCausalLM",
         {"num_local_experts": 8, "num_experts_per_tok": 2, "head_dim": 8},
     ),
-    "gemma2": Checkpoint("Gemma 2", "Gemma2Config", "Gemma2ForCausalLM", {"query_pre_attn_scalar": 16, "hidden_act": "gelu_pytorch_tanh"}),
-    "gemma3": Checkpoint("Gemma 3", "Gemma3TextConfig", "Gemma3ForCausalLM", {"query_pre_attn_scalar": 16}),
+    "gemma2": Checkpoint(
+        "Gemma 2",
+        "Gemma2Config",
+        "Gemma2ForCausalLM",
+        {"tie_word_embeddings": True, "query_pre_attn_scalar": 16, "hidden_act": "gelu_pytorch_tanh"},
+    ),
+    "gemma3": Checkpoint(
+        "Gemma 3", "Gemma3TextConfig", "Gemma3ForCausalLM", {"tie_word_embeddings": True, "query_pre_attn_scalar": 16}
+    ),
     "glm4-moe": Checkpoint(
         "GLM4-MoE",
         "Glm4MoeConfig",
@@ -125,8 +132,8 @@ CHECKPOINTS = {
             "n_shared_experts": 2,
             "first_k_dense_replace": 1,
             "moe_layer_freq": 1,
-            "topk_method": "noaux_tc",
-            "scoring_func": "sigmoid",
+            "topk_method": "greedy",
+            "scoring_func": "softmax",
             "n_group": 1,
             "topk_group": 1,
         },

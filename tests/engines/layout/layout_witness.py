@@ -1,0 +1,129 @@
+"""The second witness: what SGLang's own loader does, told by tensors whose elements say where they come from.
+
+Every checkpoint element has a number. Its digits, base 100, are loaded in one pass each through the model's real
+`load_weights` and post-processing; reading the digits back gives for every resident element the checkpoint element that
+it was copied from. The rules are compared with that, element by element, and nothing of them is used to make it.
+Digits are written as values 1 to 100 (bytes, for 8-bit types), so that 0 is padding and anything else was never written.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from syncguard.layout.ops import apply_ops
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from layout_ranks import Rank
+
+    from syncguard.layout.model import RankLayout
+
+BASE = 100
+ZERO, UNWRITTEN = -1, -2
+
+_BYTES = {1: np.uint8, 2: np.int16, 4: np.int32, 8: np.int64}
+
+
+@dataclass
+class Provenance:
+    """Where every resident element came from.
+
+    `ids[name]` has the shape of the resident tensor and holds checkpoint element numbers, `ZERO` or `UNWRITTEN`.
+    `numbers[fqn]` are the numbers of a checkpoint tensor's elements.
+    """
+
+    numbers: dict[str, np.ndarray]
+    ids: dict[str, np.ndarray]
+    layout: RankLayout
+
+
+def element_numbers(tensors: Mapping[str, torch.Tensor]) -> dict[str, np.ndarray]:
+    """Number all elements of a checkpoint."""
+    numbers, start = {}, 0
+    for name, tensor in tensors.items():
+        numbers[name] = np.arange(start, start + tensor.numel(), dtype=np.int64).reshape(tuple(tensor.shape))
+        start += tensor.numel()
+    return numbers
+
+
+def digit_tensor(numbers: np.ndarray, digit: int, dtype: torch.dtype) -> torch.Tensor:
+    """Return a checkpoint tensor of one digit of its element numbers."""
+    values = torch.from_numpy((numbers // BASE**digit) % BASE + 1)
+    if dtype.itemsize == 1 and dtype.is_floating_point:
+        return values.to(torch.uint8).view(dtype)
+    return values.to(dtype)
+
+
+def digits_of(tensor: torch.Tensor) -> np.ndarray:
+    """Return the digit of every element, `ZERO` for zero and `UNWRITTEN` for what no loader wrote."""
+    plain = tensor.detach()
+    if plain.dtype.itemsize == 1 and plain.dtype.is_floating_point:
+        plain = plain.view(torch.uint8)
+    values = plain.to(torch.float64).numpy()
+    whole = (values >= 0) & (values <= BASE) & (values == np.floor(values))
+    return np.where(whole, np.nan_to_num(values) - 1, UNWRITTEN).astype(np.int64)
+
+
+def fill_unwritten(model: torch.nn.Module) -> None:
+    """Put a value that no digit has into every parameter."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dtype.itemsize == 1:
+                parameter.data.view(torch.uint8).fill_(0xFF if parameter.dtype.is_floating_point else 0x7F)
+            else:
+                parameter.data.fill_(-1 if parameter.dtype.is_floating_point or parameter.dtype.is_signed else 255)
+
+
+def record(
+    tensors: Mapping[str, torch.Tensor],
+    build: Callable[[], Rank],
+    walk: Callable[[Rank], tuple[RankLayout, dict[str, Any]]],
+) -> Provenance:
+    """Load numbered elements through the engine's loader into fresh ranks and read back where they went."""
+    numbers = element_numbers(tensors)
+    total = sum(array.size for array in numbers.values())
+    ids: dict[str, np.ndarray] = {}
+    layout = None
+    passes = 1
+    while BASE**passes < total:
+        passes += 1
+    for digit in range(passes):
+        rank = build()
+        fill_unwritten(rank.model)
+        rank.load({name: digit_tensor(numbers[name], digit, tensor.dtype) for name, tensor in tensors.items()})
+        layout, live = walk(rank)
+        for name, tensor in live.items():
+            got = digits_of(tensor)
+            held = ids.setdefault(name, np.zeros(got.shape, np.int64))
+            ids[name] = np.where((held < 0) | (got < 0), np.minimum(held, got), held + got * BASE**digit)
+    assert layout is not None
+    return Provenance(numbers, ids, layout)
+
+
+def disagreements(provenance: Provenance) -> list[str]:
+    """Say where the rules and the loader differ, one line a binding or padding."""
+    found = []
+    for binding in provenance.layout.bindings:
+        tensor, box = binding.shard.tensor, binding.shard.box
+        numbers = provenance.numbers.get(tensor.fqn)
+        if numbers is None:
+            if not binding.alias:
+                found.append(f"{binding.resident}: the checkpoint has no {tensor.fqn}")
+            continue
+        if numbers.shape != tensor.shape:
+            found.append(f"{tensor.fqn}: the rule says {tensor.shape}, the checkpoint {numbers.shape}")
+            continue
+        due = numbers[tuple(slice(o, o + n) for o, n in zip(box.offsets, box.sizes, strict=True))]
+        got = apply_ops(provenance.ids[binding.resident], binding.ops)
+        if not np.array_equal(got, due):
+            at = tuple(int(i) for i in np.argwhere(got != due)[0])
+            found.append(f"{binding.resident} as {tensor.fqn}{box}: at {at} the loader put {got[at]}, rule {due[at]}")
+    for padding in provenance.layout.paddings:
+        got = apply_ops(provenance.ids[padding.resident], padding.ops)
+        if not (got == ZERO).all():
+            found.append(f"{padding.resident}: padding ({padding.reason}) holds {sorted(set(got[got != ZERO]))[:4]}")
+    return found
