@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 from syncguard.digest import ALGORITHM, DigestJob, PartialDigest, engine_for
 from syncguard.engines.base import RankStatus
 from syncguard.errors import ObservationRacedError
+from syncguard.layout.derived import check_derived
 from syncguard.layout.ops import apply_ops
 from syncguard.layout.walk import FOLLOWED, is_tensor, live_expert_placement, walk_model
 from syncguard.manifest.model import CheckResult, RankObservation
@@ -122,7 +123,7 @@ class RankProbe:
             _padding_result(claim, bound.jobs[job].view, partials[job])
             for claim, job in zip(bound.layout.paddings, bound.padding_job, strict=True)
         )
-        derived = tuple(_derived_result(claim) for claim in bound.layout.derived)
+        derived = tuple(_derived_result(claim, bound.tensors) for claim in bound.layout.derived)
         moved = self._moved(bound.tensors)
         if self.status() != before:
             raise ObservationRacedError(
@@ -294,6 +295,7 @@ def _bytes_unlike(view: Any, value_byte: int) -> list[tuple[int, ...]]:
     return [tuple(int(i) for i in np.unravel_index(w, tuple(view.shape))) for w in wrong.tolist()]
 
 
-def _derived_result(claim: Derived) -> CheckResult:
-    """Judge a derived-state claim; a rule that this probe does not know has not been checked, so it does not hold."""
-    return CheckResult(ok=False, detail=f"rule {claim.rule} is not known to this probe")
+def _derived_result(claim: Derived, tensors: Mapping[str, Any]) -> CheckResult:
+    """Judge a derived-state claim; a rule without a check does not hold."""
+    result = check_derived(claim, tensors)
+    return CheckResult(ok=result.ok, wrong_count=result.wrong_count, detail=result.detail)
