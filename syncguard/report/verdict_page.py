@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from syncguard.replay.record import ReplayRecord
 
@@ -32,6 +32,7 @@ def write_report(
     title: str,
     steps: Sequence[Mapping[str, Any]],
     records: Sequence[ReplayRecord] = (),
+    decode: Callable[[int], str] | None = None,
 ) -> Path:
     """Write the page to a file, whole or not at all.
 
@@ -40,6 +41,7 @@ def write_report(
         title: Heading of the page.
         steps: Verdicts; see `render_report`.
         records: Replay records.
+        decode: Text of a token id, where a tokenizer is at hand.
 
     Returns:
         The path written.
