@@ -37,14 +37,17 @@ SCHEDULER: Final = "sglang.srt.managers.scheduler.Scheduler"
 # Each call below is one update, finished when it returns, well or not: a failed one may have written a part.
 UPDATE_CALLS: Final = (
     f"{MANAGER}.update_weights_from_disk",
-    f"{MANAGER}.update_weights_from_tensor",
-    f"{MANAGER}.update_weights_from_distributed",
     f"{MANAGER}.update_weights_from_ipc",
     f"{MANAGER}.release_memory_occupation",
     f"{MANAGER}.resume_memory_occupation",
     f"{SCHEDULER}.load_lora_adapter",
     f"{SCHEDULER}.load_lora_adapter_from_tensors",
     f"{SCHEDULER}.unload_lora_adapter",
+)
+# Outside a session these are refused before anything is touched; a refusal must not cost a worker its readiness.
+SESSION_CALLS: Final = (
+    f"{MANAGER}.update_weights_from_tensor",
+    f"{MANAGER}.update_weights_from_distributed",
 )
 WRITING_ACTIONS: Final = frozenset({"reset_tensors"})
 
@@ -155,6 +158,11 @@ def install() -> None:
         finally:
             probes.finished()
 
+    def in_session(original: Any, *args: Any, **kwargs: Any) -> Any:
+        if getattr(args[0], "_session", None) is None:
+            return original(*args, **kwargs)
+        return counted(original, *args, **kwargs)
+
     def on_begin(original: Any, *args: Any, **kwargs: Any) -> Any:
         # A session is open from before its first write, and stays open when beginning broke half-way.
         opened = getattr(args[0], "_session", None) is None
@@ -174,3 +182,5 @@ def install() -> None:
     HookRegistry.register(f"{MANAGER}.end_weight_update", on_end, HookType.AROUND)
     for target in UPDATE_CALLS:
         HookRegistry.register(target, counted, HookType.AROUND)
+    for target in SESSION_CALLS:
+        HookRegistry.register(target, in_session, HookType.AROUND)
