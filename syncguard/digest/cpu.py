@@ -9,14 +9,14 @@ from __future__ import annotations
 import os
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
-from itertools import product
+from itertools import pairwise, product
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 
-from syncguard.digest import cpu_kernels
+from syncguard.digest import cpu_kernels, cpu_keys, cpu_loops
 from syncguard.digest.keys import key_tables
-from syncguard.digest.partial import DEFAULT_KEY_SEED, DigestJob, KeySeed, PartialDigest, PRIME, as_array, with_rows
+from syncguard.digest.partial import DEFAULT_KEY_SEED, PRIME, DigestJob, KeySeed, PartialDigest, as_array, with_rows
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -72,7 +72,7 @@ def panels_of(address: int, strides: tuple[int, ...], job: DigestJob) -> list[Pa
     rows, row_stride, row_step = max(
         leading, key=lambda d: (column_stride != itemsize and d[1:] == (itemsize, 1), d[0]), default=(1, 0, 1)
     )
-    if len(leading) < 2:
+    if len(leading) <= 1:
         return list(
             _pieces(Panel(address, rows, columns, row_stride, column_stride, row, row_step, offsets[-1], itemsize))
         )
@@ -110,8 +110,8 @@ def _pieces(panel: Panel) -> Iterator[Panel]:
 
 @lru_cache(maxsize=4)
 def _expanded(key_seed: KeySeed) -> U64Array:
-    keys = np.zeros(cpu_kernels.KEYS_LENGTH, np.uint64)
-    cpu_kernels.expand(key_tables(key_seed).tables, keys)
+    keys = np.zeros(cpu_keys.KEYS_LENGTH, np.uint64)
+    cpu_keys.expand(key_tables(key_seed).tables, keys)
     return keys
 
 
@@ -147,19 +147,20 @@ class NumbaEngine:
         return [PartialDigest(job.box.count, c % PRIME, d % PRIME) for job, (c, d) in zip(jobs, sums, strict=True)]
 
     def _run(self, panels: np.ndarray[Any, Any], keys: U64Array) -> tuple[U64Array, U64Array]:
-        loops = cpu_kernels.inner_loops()
+        loops = cpu_loops.inner_loops()
         data, coverage = np.zeros(len(panels), np.uint64), np.zeros(len(panels), np.uint64)
+        cpu_keys.cover(panels, keys, coverage)
         sizes = np.cumsum(panels[:, 1] * panels[:, 2] * panels[:, 8])
-        if self.threads < 2 or len(panels) < 2 or sizes[-1] < _THREADED_BYTES:
-            cpu_kernels.run(panels, 0, len(panels), keys, loops, data, coverage)
+        if self.threads == 1 or len(panels) <= 1 or sizes[-1] < _THREADED_BYTES:
+            cpu_kernels.run(panels, 0, len(panels), keys, loops, data)
             return data, coverage
         shares = min(8 * self.threads, len(panels))
         edges = np.searchsorted(sizes, np.arange(1, shares) * (sizes[-1] // shares)).tolist()
         edges = [0, *edges, len(panels)]
         with ThreadPoolExecutor(self.threads, thread_name_prefix="syncguard-digest") as pool:
             tasks = [
-                pool.submit(cpu_kernels.run, panels, first, stop, keys, loops, data, coverage)
-                for first, stop in zip(edges, edges[1:], strict=False)
+                pool.submit(cpu_kernels.run, panels, first, stop, keys, loops, data)
+                for first, stop in pairwise(edges)
                 if first < stop
             ]
             for task in tasks:

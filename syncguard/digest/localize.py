@@ -51,7 +51,7 @@ def grid_boxes(box: Box, grid: tuple[int, ...]) -> list[Box]:
     return [Box(tuple(low for low, _ in cell), tuple(high - low for low, high in cell)) for cell in product(*cuts)]
 
 
-def grid_partials(  # noqa: PLR0917 - the parts of a job, in its order
+def grid_partials(
     engine: DigestEngine,
     view: Any,
     dtype: DType,
