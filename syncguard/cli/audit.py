@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from syncguard.cli.output import FINDINGS_SHOWN, console, print_json, print_verdict, progress_bar, verdict_as_dict
+from syncguard.errors import UsageError
 from syncguard.manifest.codec import load
+
+if TYPE_CHECKING:
+    from syncguard.rpc.credentials import ChannelCredentials
 
 
 def audit(
     agent: Annotated[str, typer.Option(metavar="HOST:PORT", help="Address of the worker's agent.")],
     manifest: Annotated[Path, typer.Option(metavar="FILE", help="Manifest that the worker should hold.")],
     tls_ca: Annotated[Path | None, typer.Option(help="CA certificate of the agent; without it, loopback only.")] = None,
-    tls_cert: Annotated[Path | None, typer.Option(help="Client certificate, for an agent that asks for one.")] = None,
+    tls_cert: Annotated[Path | None, typer.Option(help="Client certificate; goes with --tls-ca and --tls-key.")] = None,
     tls_key: Annotated[Path | None, typer.Option(help="Key of the client certificate.")] = None,
     token_file: Annotated[Path | None, typer.Option(help="File that holds a bearer token.")] = None,
     timeout_s: Annotated[float, typer.Option(min=0.1, help="Seconds until the agent counts as unreachable.")] = 120.0,
@@ -24,10 +28,9 @@ def audit(
 ) -> None:
     """Audit a running worker against a manifest: table and exit code; it never makes a worker ready."""
     from syncguard.gate.client import AgentClient
-    from syncguard.rpc.credentials import client_credentials
 
     expected = load(manifest)
-    credentials = client_credentials(ca=tls_ca, cert=tls_cert, key=tls_key, token_file=token_file)
+    credentials = _credentials(tls_ca, tls_cert, tls_key, token_file)
     with (
         AgentClient(agent, credentials=credentials, timeout_s=timeout_s) as client,
         progress_bar(f"auditing {agent}", as_json=as_json) as bar,
@@ -40,3 +43,18 @@ def audit(
     else:
         print_verdict(console(), verdict, worker=verdict.evidence.get("worker", agent), shown=findings)
     raise typer.Exit(int(verdict.exit_code))
+
+
+def _credentials(ca: Path | None, cert: Path | None, key: Path | None, token_file: Path | None) -> ChannelCredentials:
+    from syncguard.rpc.credentials import ChannelCredentials, TlsFiles, read_secret
+
+    tls = None
+    if ca is not None and cert is not None and key is not None:
+        tls = TlsFiles(certificate=cert, key=key, authority=ca)
+    elif ca is not None or cert is not None or key is not None:
+        raise UsageError(
+            "TLS files of the client",
+            expected="--tls-ca, --tls-cert and --tls-key together, or none of them",
+            found=" ".join(str(path) for path in (ca, cert, key) if path is not None),
+        )
+    return ChannelCredentials(tls=tls, token=read_secret(token_file) if token_file is not None else "")
