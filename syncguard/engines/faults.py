@@ -201,4 +201,4 @@ class FaultyStream:
 
 
 def _square(tensor: Any) -> bool:
-    return tensor.ndim == 2 and tensor.shape[0] == tensor.shape[1]  # noqa: PLR2004 - a matrix
+    return bool(tensor.ndim == 2 and tensor.shape[0] == tensor.shape[1])  # noqa: PLR2004 - a matrix

@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
     from syncguard.engines.base import RankStatus
     from syncguard.engines.faults import Fault
-    from syncguard.engines.local_model import Qwen3ForCausalLM
     from syncguard.layout.model import RankLayout
     from syncguard.manifest.model import RankObservation
 
@@ -380,9 +379,13 @@ def _named_tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
     if not files:
         raise CheckpointError("checkpoint without weights", expected="*.safetensors", found="none", where=folder)
     for path in files:
-        try:
-            with safe_open(path, framework="pt") as opened:
-                for name in opened.keys():  # noqa: SIM118 - not a mapping
-                    yield name, opened.get_tensor(name)
-        except (SafetensorError, OSError) as error:
-            raise CheckpointError("safetensors file cannot be read", found=error, where=path.name) from error
+        yield from _file_tensors(path)
+
+
+def _file_tensors(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    try:
+        with safe_open(path, framework="pt") as opened:
+            for name in opened.keys():  # noqa: SIM118 - not a mapping
+                yield name, opened.get_tensor(name)
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError("safetensors file cannot be read", found=error, where=path.name) from error

@@ -107,9 +107,7 @@ class LocalConfig:
     def is_sparse(self, layer: int) -> bool:
         """Return whether a layer has experts, by the rule of Qwen3-MoE."""
         return (
-            self.num_experts > 0
-            and layer not in self.mlp_only_layers
-            and (layer + 1) % self.decoder_sparse_step == 0
+            self.num_experts > 0 and layer not in self.mlp_only_layers and (layer + 1) % self.decoder_sparse_step == 0
         )
 
 
@@ -183,7 +181,9 @@ class Qwen3Attention(nn.Module):
         keys, values = cache.append(layer, self.rotary_emb(positions, self.k_norm(k)), v)
         groups = q.shape[1] // keys.shape[1]
         keys, values = (t.repeat_interleave(groups, dim=1).transpose(0, 1) for t in (keys, values))
-        added: torch.Tensor = self.o_proj(_attend(q.transpose(0, 1), keys, values, positions).transpose(0, 1).flatten(1))
+        added: torch.Tensor = self.o_proj(
+            _attend(q.transpose(0, 1), keys, values, positions).transpose(0, 1).flatten(1)
+        )
         return added
 
 

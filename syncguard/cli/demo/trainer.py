@@ -6,7 +6,6 @@ a trainer with mixed precision does. Everything follows from the seed.
 
 from __future__ import annotations
 
-import os
 import shutil
 import tempfile
 from dataclasses import dataclass
@@ -168,7 +167,7 @@ class Trainer:
             for sample, reward in zip(samples, rewards, strict=True)
         ) / len(samples)
         assert isinstance(loss, torch.Tensor)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         self._optimizer.step()
         before, self._exported = self._exported, self._cast()
         changed = [name for name, tensor in self._exported.items() if not _same_bits(tensor, before[name])]
@@ -218,11 +217,11 @@ class Trainer:
             beside.chmod(0o755)
             if folder.exists():
                 old = beside / "replaced"
-                os.replace(folder, old)
-                os.replace(beside, folder)
+                folder.replace(old)
+                beside.replace(folder)
                 shutil.rmtree(folder / "replaced")
             else:
-                os.replace(beside, folder)
+                beside.replace(folder)
         finally:
             shutil.rmtree(beside, ignore_errors=True)
         return folder
