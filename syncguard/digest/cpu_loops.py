@@ -32,7 +32,6 @@ SCRATCH_WORDS: Final = 8 + 8 + 16 * STEP
 _I32, _I64 = ir.IntType(32), ir.IntType(64)
 _P: Final = (1 << 61) - 1
 _PU: Final = np.uint64(_P)
-_KEY_SPLIT_BITS: Final = 28
 _STEPS_PER_FOLD: Final = 7
 # Eight lanes in one register need AVX-512; elsewhere four lanes twice spill less than eight lanes split in two.
 _LANES: Final = 8 if llvm.get_host_cpu_features().get("avx512f", False) else 4
@@ -107,7 +106,7 @@ def _words_of(builder: Any, kind: int, address: Any, stride: Any) -> list[Any]:
     return found
 
 
-def _dot(kind: int) -> Any:
+def _dot(kind: int) -> Any:  # noqa: C901, PLR0915 - one loop, written instruction by instruction
     """Return the inner loop of a kind: sums of key * word over `steps` steps of 16 indices.
 
     Stores at `found`, per sum, that with the low and that with the high 28 bits of the keys; below 2^63, modulo p.
@@ -264,7 +263,7 @@ def _copy(source: Any, target: Any, count: Any) -> None:
         n += 1
 
 
-def _sum_indices(
+def _sum_indices(  # noqa: C901 - one compiled unit, see `inner_loops`
     kind: Any, address: Any, stride: Any, pair: Any, first: Any, count: Any, keys: Any, scratch: Any, ahead: Any
 ) -> None:
     """Store at `scratch` the sums of key * word over the indices `first` to `first + count`, modulo p.

@@ -195,7 +195,7 @@ def as_array(job: DigestJob) -> np.ndarray[Any, Any]:
     Raises:
         DigestInputError: The job cannot be digested, or its tensor is not in the memory of this process.
     """
-    view = job.view
+    view = np.asarray(job.view) if isinstance(job.view, np.generic) else job.view  # numpy's scalars are 0-d
     if not isinstance(view, np.ndarray):
         from syncguard.digest.torch_path import host_array
 

@@ -51,7 +51,8 @@ def storage_digest(view: Any) -> str:
 
 def _raw(view: Any) -> tuple[np.ndarray[Any, Any], str]:
     """Return the memory as an array, and the canonical name of its dtype."""
-    if isinstance(view, np.ndarray):
+    if isinstance(view, np.ndarray | np.generic):
+        view = np.asarray(view)
         if view.dtype.hasobject or view.dtype.fields is not None or not view.dtype.isnative:
             raise DigestInputError("array without raw little-endian elements", expected="numbers", found=view.dtype)
         return view, dtype_named(view.dtype.name).name

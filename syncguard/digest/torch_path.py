@@ -122,7 +122,7 @@ class TorchEngine:
         places = [expected_coverage(job.dtype, job.shape, job.box, key_seed=key_seed) for job in jobs]
         sums: dict[torch.device, list[tuple[int, torch.Tensor]]] = {}
         for index, job in enumerate(jobs):
-            view = _from_numpy(job) if isinstance(job.view, np.ndarray) else raw_view(job)
+            view = _from_numpy(job) if isinstance(job.view, np.ndarray | np.generic) else raw_view(job)
             if places[index].count:
                 sums.setdefault(view.device, []).append((index, _data_sum(view, job, tables)))
         data = [0] * len(jobs)
