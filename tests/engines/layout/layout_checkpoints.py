@@ -36,13 +36,18 @@ COMMON: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A family's Transformers classes and what differs from `COMMON`."""
+    """A family's Transformers classes and what differs from `COMMON`.
+
+    `casts` are tensors, by the end of their name, that the engine holds in a dtype of its own and that the trainer
+    therefore exports in it.
+    """
 
     family: str
     config: str
     model: str
     changes: dict[str, Any] = field(default_factory=dict)
     server_args: dict[str, Any] = field(default_factory=dict)
+    casts: dict[str, torch.dtype] = field(default_factory=dict)
 
     def save(self, folder: Path) -> dict[str, torch.Tensor]:
         """Write config and weights; return the exported tensors."""
@@ -51,7 +56,15 @@ class Checkpoint:
             torch.manual_seed(0)
             model = getattr(transformers, self.model)(config)
         model.to(torch.float32).save_pretrained(folder, safe_serialization=True, max_shard_size="10GB")
-        return load_file(folder / "model.safetensors")
+        tensors = load_file(folder / "model.safetensors")
+        generator = torch.Generator().manual_seed(1)
+        for tensor in tensors.values():
+            if tensor.unique().numel() < tensor.numel() // 2:  # ones and zeros at the start: a swap would not show
+                tensor.copy_(torch.rand(tensor.shape, generator=generator) + 0.5)
+        return {name: tensor.to(self._dtype(name, tensor.dtype)) for name, tensor in tensors.items()}
+
+    def _dtype(self, name: str, dtype: torch.dtype) -> torch.dtype:
+        return next((cast for suffix, cast in self.casts.items() if name.endswith(suffix)), dtype)
 
 
 _MOE = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
@@ -113,6 +126,7 @@ CHECKPOINTS = {
         "GptOssForCausalLM",
         {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 64, "sliding_window": 16},
         {"attention_backend": "triton"},
+        {".sinks": torch.bfloat16},
     ),
     "deepseek-v2": Checkpoint(
         "DeepSeek-V2",

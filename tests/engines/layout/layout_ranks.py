@@ -15,8 +15,6 @@ os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
 
 import torch
 from sglang.srt import runtime_context
-from sglang.srt.model_loader.utils import get_model_architecture  # noqa: F401
-from sglang.srt.models.registry import ModelRegistry
 from sglang.srt.server_args import ServerArgs
 
 if TYPE_CHECKING:
@@ -61,9 +59,8 @@ class Rank:
 
     def __init__(self, folder: Path, split: Split, pp_rank: int, tp_rank: int, **args: Any) -> None:
         self.split = split
-        self.identity = RankIdentity(
-            tp_rank=tp_rank, tp_size=split.tp, pp_rank=pp_rank, pp_size=split.pp, dp_size=split.dp
-        )
+        # Attention DP divides the tensor-parallel group: it adds no ranks.
+        self.identity = RankIdentity(tp_rank=tp_rank, tp_size=split.tp, pp_rank=pp_rank, pp_size=split.pp)
         self.args = ServerArgs(
             model_path=str(folder),
             device="cpu",
@@ -109,8 +106,8 @@ class Rank:
                 torch.set_default_dtype(before)
 
     def _build(self) -> torch.nn.Module:
-        from sglang.srt.model_loader.loader import _get_quantization_config, _initialize_model
         from sglang.srt.configs.load_config import LoadConfig
+        from sglang.srt.model_loader.loader import _get_quantization_config, _initialize_model
 
         load = LoadConfig()
         quant = _get_quantization_config(self.model_config, load)
@@ -125,7 +122,3 @@ class Rank:
             DefaultModelLoader.load_weights_and_postprocess(
                 self.model, ((name, tensor.clone()) for name, tensor in tensors.items()), torch.device("cpu")
             )
-
-
-def registered(name: str) -> bool:
-    return name in ModelRegistry.models

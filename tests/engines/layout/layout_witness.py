@@ -1,9 +1,9 @@
 """The second witness: what SGLang's own loader does, told by tensors whose elements say where they come from.
 
-Every checkpoint element has a number. Its digits, base 100, are loaded in one pass each through the model's real
+Every checkpoint element has a number. Its digits are loaded in one pass each through the model's real
 `load_weights` and post-processing; reading the digits back gives for every resident element the checkpoint element that
 it was copied from. The rules are compared with that, element by element, and nothing of them is used to make it.
-Digits are written as values 1 to 100 (bytes, for 8-bit types), so that 0 is padding and anything else was never written.
+Digits are written as values from 1 on (bytes, for 8-bit types), so that 0 is padding and anything else was never written.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+
 from syncguard.layout.ops import apply_ops
 
 if TYPE_CHECKING:
@@ -22,10 +23,10 @@ if TYPE_CHECKING:
 
     from syncguard.layout.model import RankLayout
 
-BASE = 100
-ZERO, UNWRITTEN = -1, -2
+NARROW, WIDE = 100, 1 << 23
+"""Digits that every dtype holds exactly, and those of float32 alone."""
 
-_BYTES = {1: np.uint8, 2: np.int16, 4: np.int32, 8: np.int64}
+ZERO, UNWRITTEN = -1, -2
 
 
 @dataclass
@@ -50,21 +51,21 @@ def element_numbers(tensors: Mapping[str, torch.Tensor]) -> dict[str, np.ndarray
     return numbers
 
 
-def digit_tensor(numbers: np.ndarray, digit: int, dtype: torch.dtype) -> torch.Tensor:
+def digit_tensor(numbers: np.ndarray, base: int, digit: int, dtype: torch.dtype) -> torch.Tensor:
     """Return a checkpoint tensor of one digit of its element numbers."""
-    values = torch.from_numpy((numbers // BASE**digit) % BASE + 1)
+    values = torch.from_numpy((numbers // base**digit) % base + 1)
     if dtype.itemsize == 1 and dtype.is_floating_point:
         return values.to(torch.uint8).view(dtype)
     return values.to(dtype)
 
 
-def digits_of(tensor: torch.Tensor) -> np.ndarray:
+def digits_of(tensor: torch.Tensor, base: int) -> np.ndarray:
     """Return the digit of every element, `ZERO` for zero and `UNWRITTEN` for what no loader wrote."""
     plain = tensor.detach()
     if plain.dtype.itemsize == 1 and plain.dtype.is_floating_point:
         plain = plain.view(torch.uint8)
     values = plain.to(torch.float64).numpy()
-    whole = (values >= 0) & (values <= BASE) & (values == np.floor(values))
+    whole = (values >= 0) & (values <= base) & (values == np.floor(values))
     return np.where(whole, np.nan_to_num(values) - 1, UNWRITTEN).astype(np.int64)
 
 
@@ -88,18 +89,19 @@ def record(
     total = sum(array.size for array in numbers.values())
     ids: dict[str, np.ndarray] = {}
     layout = None
-    passes = 1
-    while BASE**passes < total:
-        passes += 1
+    rank = build()
+    wide = all(parameter.dtype == torch.float32 for parameter in rank.model.parameters())
+    base = WIDE if wide and all(tensor.dtype == torch.float32 for tensor in tensors.values()) else NARROW
+    passes = next(n for n in range(1, 9) if base**n >= total)
     for digit in range(passes):
-        rank = build()
+        rank = build() if digit else rank
         fill_unwritten(rank.model)
-        rank.load({name: digit_tensor(numbers[name], digit, tensor.dtype) for name, tensor in tensors.items()})
+        rank.load({name: digit_tensor(numbers[name], base, digit, tensor.dtype) for name, tensor in tensors.items()})
         layout, live = walk(rank)
         for name, tensor in live.items():
-            got = digits_of(tensor)
+            got = digits_of(tensor, base)
             held = ids.setdefault(name, np.zeros(got.shape, np.int64))
-            ids[name] = np.where((held < 0) | (got < 0), np.minimum(held, got), held + got * BASE**digit)
+            ids[name] = np.where((held < 0) | (got < 0), np.minimum(held, got), held + got * base**digit)
     assert layout is not None
     return Provenance(numbers, ids, layout)
 

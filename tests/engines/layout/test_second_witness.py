@@ -3,7 +3,6 @@ from __future__ import annotations
 from collections import defaultdict
 from functools import partial
 
-import numpy as np
 import pytest
 import torch
 from layout_cases import CELLS, build, walk
