@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from syncguard.layout.model import Derived, Padding, RankIdentity, RankLayout
 
 _PLAIN: Final = (bool, int, str, type(None))
+_REGISTRIES: Final = frozenset({"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"})
 _LAYOUTS_KEPT: Final = 4
 
 
@@ -185,7 +186,10 @@ def _signature(model: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         settings += (name, type(module))
         for members in (module.__dict__, module._parameters, module._buffers):  # noqa: SLF001 - torch's own registries
             for key, value in members.items():
-                _sign(name, key, value, settings, places)
+                if type(value) in _PLAIN:
+                    settings += (key, value)
+                elif key not in _REGISTRIES:
+                    _sign(name, key, value, settings, places)
         if placement is not None and "_num_local_routed" in module.__dict__:
             first = module._expert_storage_rank * module._num_local_routed  # noqa: SLF001 - the live slots
             settings += [placement(module.layer_id, first + slot) for slot in range(module._num_local_routed)]  # noqa: SLF001
@@ -197,9 +201,10 @@ def _sign(name: str, key: str, value: Any, settings: list[Any], places: list[Any
         settings += (key, value)
     elif is_tensor(value):
         places += (name, key, value.data_ptr(), value.shape, value.stride(), value.dtype)
-    elif isinstance(value, list | tuple):
-        settings += (key, tuple(item for item in value if isinstance(item, _PLAIN)))
-        for item in value:
+    elif isinstance(value, list | tuple | dict):
+        items = list(value.values()) if isinstance(value, dict) else value
+        settings += (key, tuple(item for item in items if isinstance(item, _PLAIN)))
+        for item in items:
             if is_tensor(item):
                 _sign(name, key, item, settings, places)
     elif key in FOLLOWED and hasattr(value, "__dict__") and not hasattr(value, "_modules"):
@@ -209,40 +214,28 @@ def _sign(name: str, key: str, value: Any, settings: list[Any], places: list[Any
 
 
 def _bound(layout: RankLayout, tensors: Mapping[str, Any]) -> _Bound:
-    """Make the digest jobs of a layout; claims on the same elements at the same place share one job."""
+    """Make the digest jobs of a layout; claims on the same memory at the same place share one job."""
     bound = _Bound(layout, tensors)
-    roots = {resident.name: resident.alias_of or resident.name for resident in layout.residents}
     dtypes = {resident.name: resident.dtype for resident in layout.residents}
     seen: dict[Any, int] = {}
 
-    def job(key: Any, make: Callable[[], DigestJob]) -> int:
+    def job(view: Any, dtype_name: str, shape: tuple[int, ...], box: Box, fqn: str) -> int:
+        # By address, not by name: an alias may be a view of another part of the same storage.
+        key = (str(view.device), view.data_ptr(), tuple(view.stride()), dtype_name, shape, box)
         if key not in seen:
-            made = make()
             seen[key] = len(bound.jobs)
-            bound.jobs.append(made)
-            bound.read_bytes += made.box.count * made.dtype.itemsize_bytes
+            bound.jobs.append(DigestJob(view, dtype_named(dtype_name), shape, box, fqn))
+            bound.read_bytes += box.count * dtype_named(dtype_name).itemsize_bytes
         return seen[key]
 
     for binding in layout.bindings:
-        tensor, box = binding.shard.tensor, binding.shard.box
-        bound.binding_job.append(
-            job(
-                (roots[binding.resident], binding.ops, tensor.dtype, tensor.shape, box),
-                lambda b=binding, t=tensor, x=box: DigestJob(  # type: ignore[misc]
-                    _view(tensors[b.resident], b.ops), dtype_named(t.dtype), t.shape, x, t.fqn
-                ),
-            )
-        )
+        tensor = binding.shard.tensor
+        view = _view(tensors[binding.resident], binding.ops)
+        bound.binding_job.append(job(view, tensor.dtype, tensor.shape, binding.shard.box, tensor.fqn))
     for padding in layout.paddings:
         view = _view(tensors[padding.resident], padding.ops)
         shape = tuple(int(n) for n in view.shape)
-        dtype = dtype_named(dtypes[padding.resident])
-        bound.padding_job.append(
-            job(
-                ("padding", roots[padding.resident], padding.ops),
-                lambda v=view, d=dtype, s=shape, p=padding: DigestJob(v, d, s, Box.whole(s), p.resident),  # type: ignore[misc]
-            )
-        )
+        bound.padding_job.append(job(view, dtypes[padding.resident], shape, Box.whole(shape), padding.resident))
     return bound
 
 
