@@ -317,20 +317,18 @@ def _seen(state: AgentState, event: EngineSeen, now_s: float, rules: CoreConfig)
     if change in ("engine_restarted", "ranks_changed"):
         words = {"engine_restarted": "the engine restarted", "ranks_changed": "the set of ranks changed"}[change]
         return _to(state, Phase.UNKNOWN, change, f"{words}: now {event.fence}; verify again")
-    if event.updating:
-        if state.phase is Phase.UPDATING:
-            return state, (), state.reason
+    if event.updating and state.phase is not Phase.UPDATING:
         return _to(
             state, Phase.UPDATING, "update_unannounced", "the engine is in an update session that nobody announced"
         )
+    if event.updating:
+        return state, (), state.reason
     if change:
         return _updated(state, event)
     if state.phase is Phase.UPDATING and state.reason == "update_unannounced":
         # The session closed without a finished update; bytes may have been written all the same.
         return _to(state, Phase.INSTALLED, "update_unannounced", "an unannounced update session closed; not verified")
-    if state.held is None:
-        return state, (), state.reason
-    return _renewed(state, state.held, now_s, rules)
+    return (state, (), state.reason) if state.held is None else _renewed(state, state.held, now_s, rules)
 
 
 def _updated(state: AgentState, event: EngineSeen) -> _Outcome:

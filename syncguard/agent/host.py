@@ -12,6 +12,7 @@ import queue
 import sqlite3
 import threading
 import time
+from collections import Counter
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
@@ -142,6 +143,9 @@ class Agent:
         self._old: Passes | None = None
         self._old_before: WeightVersion | None = None
         self._verified_passes: Passes | None = None
+        self._polled_s = self._clock()
+        self._transition_counts: Counter[tuple[str, str]] = Counter()
+        self._verdict_counts: Counter[str] = Counter()
         self.last: Verification | None = None
         self.engine: EngineStatus | None = None
         restarted = bool(self.journal.transitions(1))
@@ -156,6 +160,28 @@ class Agent:
     def readiness(self) -> Readiness:
         """Current readiness."""
         return self.state.readiness
+
+    def now_s(self) -> float:
+        """Return the agent's time, in seconds since the Unix epoch."""
+        return self._clock()
+
+    def live(self) -> tuple[bool, str]:
+        """Return whether the watcher does its work, and in words what it did last."""
+        idle_s = self._clock() - self._polled_s
+        limit_s = 10 * self.config.poll_interval_s + 60
+        if self._watcher is not None and not self._watcher.is_alive() and not self._stop.is_set():
+            return False, "the watcher has ended"
+        return idle_s <= limit_s, f"looked at the engine {idle_s:.1f} s ago"
+
+    def transition_counts(self) -> dict[tuple[str, str], int]:
+        """Return how often each (phase, reason) was entered since the start."""
+        with self._state_lock:
+            return dict(self._transition_counts)
+
+    def verdict_counts(self) -> dict[str, int]:
+        """Return how many verifications ended with each status since the start."""
+        with self._state_lock:
+            return dict(self._verdict_counts)
 
     def start(self) -> None:
         """Start watching the engine."""
@@ -194,7 +220,8 @@ class Agent:
 
     def poll(self) -> None:
         """Look at the engine once and feed what was seen."""
-        adapter = self._watch_adapter or self._adapter
+        adapter = self._watch_adapter if self._watch_adapter is not None else self._adapter
+        self._polled_s = self._clock()
         if self._watch_adapter is None:
             if not self._engine_lock.acquire(timeout=self.config.poll_interval_s):
                 # Another call holds the only connection; it feeds its own status readings. The lease goes on.
@@ -316,6 +343,7 @@ class Agent:
                     done = self._unjournaled(done, error, now_s)
             self.state = done.state
             if done.transition:
+                self._transition_counts[done.state.phase.value, done.state.reason] += 1
                 log.info(
                     "%s is %s (%s): %s", self.worker, done.state.phase.value, done.state.reason, done.state.message
                 )
@@ -394,6 +422,8 @@ class Agent:
             if ready:
                 self._remember(manifest, found)
             self.last = found
+            with self._state_lock:
+                self._verdict_counts[verdict.status.value] += 1
         return Outcome(found, self.readiness)
 
     def _cancelled(self) -> Verification:

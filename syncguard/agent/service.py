@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 from concurrent import futures
@@ -14,6 +15,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from syncguard.agent.verify import Verification, VerifyRequest, bounded
+from syncguard.engines.base import EngineStatus
 from syncguard.errors import BadInputError, IncompleteError, ManifestError, SyncguardError, UsageError
 from syncguard.manifest.codec import check_spec_version
 from syncguard.manifest.verdict import Readiness, ReadinessState
@@ -99,16 +101,17 @@ class AgentServicer(rpc.AgentServiceServicer):  # type: ignore[misc] # generated
         self._access = access
         self._watchers = threading.BoundedSemaphore(_WATCHERS_MAX)
 
-    def GetStatus(self, _request: Any, context: Any) -> Any:  # noqa: N802
-        """Answer from the live engine; when it is silent, from what was last seen."""
+    def GetStatus(self, request: Any, _context: Any) -> Any:  # noqa: N802
+        """Answer from the live engine; in brief, or when it is silent, from what was last seen."""
         agent = self._agent
-        try:
-            status = agent.status()
-        except SyncguardError as error:
-            if agent.engine is None:
-                abort(context, error)
-            status = agent.engine
-        last = agent.last
+        brief = request.detail == pb.STATUS_DETAIL_BRIEF
+        status = agent.engine
+        if not brief:
+            with contextlib.suppress(SyncguardError):
+                status = agent.status()
+        if status is None:
+            status = EngineStatus(engine="", model="", weight_version_label="", expected_ranks=0, ranks=())
+        last = None if brief else agent.last
         incarnations = sorted({rank.incarnation for rank in status.ranks})
         return pb.GetStatusResponse(
             worker=agent.worker,
@@ -154,7 +157,9 @@ class AgentServicer(rpc.AgentServiceServicer):  # type: ignore[misc] # generated
                 parts.records.records(),
                 rollback_because=parts.header.rollback_because,
             )
-            return pb.AnnounceUpdateResponse(readiness=readiness_to_proto(readiness), old_scores=said)
+            return pb.AnnounceUpdateResponse(
+                readiness=readiness_to_proto(readiness), old_scores=said, worker=self._agent.worker
+            )
 
         return self._guarded(context, announce)
 
@@ -185,7 +190,7 @@ class AgentServicer(rpc.AgentServiceServicer):  # type: ignore[misc] # generated
             outcome=pb.VerifyResponse.Outcome(
                 worker=self._agent.worker,
                 verdict=verdict_to_proto(bounded(found.verdict, FINDINGS_LIMIT)),
-                replay=report_to_proto(found.replay) if found.replay is not None else None,
+                replay=None if found.replay is None else report_to_proto(found.replay),
                 readiness=readiness_to_proto(outcome.readiness),
                 seconds=found.seconds,
             )
@@ -204,7 +209,7 @@ class AgentServicer(rpc.AgentServiceServicer):  # type: ignore[misc] # generated
         """Generate one response and stream its record."""
 
         def capture() -> list[Any]:
-            if not 1 <= len(request.prompt_ids) <= PROMPT_TOKENS_LIMIT or not 1 <= request.max_new_tokens:
+            if not 1 <= len(request.prompt_ids) <= PROMPT_TOKENS_LIMIT or not request.max_new_tokens >= 1:
                 raise UsageError(
                     "nothing to generate", expected="a prompt and one new token or more", found=len(request.prompt_ids)
                 )

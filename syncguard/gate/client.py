@@ -29,6 +29,9 @@ if TYPE_CHECKING:
     Progress = Callable[[str, float], None]
 
 
+_SERVICE = "syncguard.v1.AgentService"
+
+
 @dataclass(frozen=True, slots=True)
 class AgentStatus:
     """What an agent says of itself and its engine.
@@ -96,6 +99,42 @@ class WorkerVerdict:
         return self.records[0] if self.records else None
 
 
+@dataclass(frozen=True, slots=True)
+class EncodedVerify:
+    """A verification request, encoded once for a whole fleet.
+
+    Attributes:
+        parts: Serialized `VerifyRequest` messages, in order.
+    """
+
+    parts: tuple[bytes, ...]
+
+    @classmethod
+    def of(
+        cls,
+        manifest: Manifest,
+        records: Sequence[ReplayRecord] = (),
+        policy: ReplayPolicy | None = None,
+        replay_waived_because: str = "",
+    ) -> EncodedVerify:
+        """Encode a manifest, records and the limits of the replay.
+
+        Raises:
+            RecordError: The records are too large to send.
+        """
+        limits = pb.VerifyRequest.Policy(replay_waived_because=replay_waived_because)
+        if policy is not None:
+            limits = policy_to_proto(policy, waived_because=replay_waived_because)
+        return cls(
+            (
+                pb.VerifyRequest(header=header_to_proto(manifest)).SerializeToString(),
+                *(pb.VerifyRequest(entries=chunk).SerializeToString() for chunk in chunks_to_proto(manifest)),
+                *(pb.VerifyRequest(record=chunk).SerializeToString() for chunk in record_chunks(records)),
+                pb.VerifyRequest(policy=limits).SerializeToString(),
+            )
+        )
+
+
 class AgentClient:
     """A connection to one agent; calls may be made from several threads.
 
@@ -124,8 +163,12 @@ class AgentClient:
         self._verify_timeout_s = verify_timeout_s
         self._channel = self._credentials.channel(address, CHANNEL_OPTIONS)
         self._stub: Any = rpc.AgentServiceStub(self._channel)
+        # Takes messages that are serialized already: a manifest is encoded once, not once a worker.
+        self._verify: Any = self._channel.stream_stream(
+            f"/{_SERVICE}/Verify", response_deserializer=pb.VerifyResponse.FromString
+        )
 
-    def __enter__(self) -> AgentClient:
+    def __enter__(self) -> AgentClient:  # noqa: PYI034 - no subclasses are meant
         """Return the client."""
         return self
 
@@ -137,14 +180,18 @@ class AgentClient:
         """Close the channel; running calls end."""
         self._channel.close()
 
-    def status(self) -> AgentStatus:
+    def status(self, *, brief: bool = False) -> AgentStatus:
         """Ask what the agent and its engine are doing.
+
+        Args:
+            brief: Take what the agent saw last: the engine is not asked, and no verdict is sent.
 
         Raises:
             UnreachableError: No answer.
             SpecVersionError: The agent speaks another version of the specification.
         """
-        answer = self._call(lambda: self._stub.GetStatus(pb.GetStatusRequest(), **self._options(self._timeout_s)))
+        request = pb.GetStatusRequest(detail=pb.STATUS_DETAIL_BRIEF if brief else pb.STATUS_DETAIL_UNSPECIFIED)
+        answer = self._call(lambda: self._stub.GetStatus(request, **self._options(self._timeout_s)))
         if answer.spec_version != SPEC_VERSION:
             raise SpecVersionError(
                 "specification version of an agent",
@@ -207,8 +254,11 @@ class AgentClient:
 
     def announce(
         self, version: WeightVersion, records: Sequence[ReplayRecord] = (), *, rollback_because: str = ""
-    ) -> Readiness:
+    ) -> tuple[str, Readiness]:
         """Tell that a push is about to begin; the worker leaves READY before this returns.
+
+        Returns:
+            Name of the worker, and its readiness.
 
         Raises:
             VersionOrderError: The version goes back without a named rollback.
@@ -223,7 +273,7 @@ class AgentClient:
                 yield pb.AnnounceUpdateRequest(record=chunk)
 
         answer = self._call(lambda: self._stub.AnnounceUpdate(parts(), **self._options(self._verify_timeout_s)))
-        return readiness_from_proto(answer.readiness)
+        return answer.worker, readiness_from_proto(answer.readiness)
 
     def verify(
         self,
@@ -240,35 +290,27 @@ class AgentClient:
             UnreachableError: The agent did not answer; whether it verified is unknown, so ask again.
             IncompleteError: The stream ended without an outcome.
         """
-        limits = policy_to_proto(policy, waived_because=replay_waived_because) if policy is not None else None
-        if limits is None:
-            limits = pb.VerifyRequest.Policy(replay_waived_because=replay_waived_because)
+        return self.send(EncodedVerify.of(manifest, records, policy, replay_waived_because), progress)
 
-        def parts() -> Iterator[Any]:
-            yield pb.VerifyRequest(header=header_to_proto(manifest))
-            for chunk in chunks_to_proto(manifest):
-                yield pb.VerifyRequest(entries=chunk)
-            for record in record_chunks(records):
-                yield pb.VerifyRequest(record=record)
-            yield pb.VerifyRequest(policy=limits)
-
+    def send(self, message: EncodedVerify, progress: Progress | None = None) -> WorkerVerdict:
+        """Verify with a request that was encoded before; as `verify`."""
         collector = RecordCollector()
-        outcome = None
+        outcomes: list[Any] = []
 
         def read() -> None:
-            nonlocal outcome
-            for answer in self._stub.Verify(parts(), **self._options(self._verify_timeout_s)):
+            for answer in self._verify(iter(message.parts), **self._options(self._verify_timeout_s)):
                 kind = answer.WhichOneof("event")
                 if kind == "progress" and progress is not None:
                     progress(answer.progress.step, answer.progress.fraction)
                 elif kind == "record":
                     collector.add(answer.record)
                 elif kind == "outcome":
-                    outcome = answer.outcome
+                    outcomes.append(answer.outcome)
 
         self._call(read)
-        if outcome is None:
+        if len(outcomes) != 1:
             raise IncompleteError("a verification without an outcome", where=self.address, todo="verify again")
+        (outcome,) = outcomes
         return WorkerVerdict(
             worker=outcome.worker,
             address=self.address,

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from syncguard.errors import SyncguardError, UnreachableError, UsageError, VersionOrderError
-from syncguard.gate.client import AgentClient, WorkerVerdict
+from syncguard.gate.client import AgentClient, EncodedVerify, WorkerVerdict
 from syncguard.gate.readiness import Action, Decision, FleetState, GatePolicy, WorkerState, decide
 from syncguard.manifest.verdict import (
     Finding,
@@ -127,6 +127,7 @@ class Gate:
         self._verdicts: dict[str, WorkerVerdict] = {}
         self._wanted = ""
         self._published_s = 0.0
+        self._admitted: dict[str, bool | None] = dict.fromkeys(agents)
         self._pool = ThreadPoolExecutor(min(_PARALLEL_MAX, len(agents)), thread_name_prefix="gate")
 
     def __enter__(self) -> Gate:  # noqa: PYI034 - no subclasses are meant
@@ -164,23 +165,24 @@ class Gate:
 
         Raises:
             VersionOrderError: The version goes back without a named rollback.
+            UnreachableError: A router could not be told; nothing must be pushed.
         """
         target = WeightVersion.parse(version) if isinstance(version, str) else version
         records = _sequence(record)
         chosen = self._chosen(workers)
-        for address in chosen:
-            self._route(address, ready=False, because=f"{target} is about to be pushed")
 
         def announce(address: str) -> Readiness:
-            self._learn_name(address)
+            # Out of the routers first: a push must not begin while one of them may still send requests.
+            self._route(address, ready=False, because=f"{target} is about to be pushed")
             try:
-                readiness = self._clients[address].announce(target, records, rollback_because=rollback_because)
+                name, readiness = self._clients[address].announce(target, records, rollback_because=rollback_because)
             except VersionOrderError:
                 raise
             except SyncguardError as error:
                 self._put(address, unreachable=error.text())
                 return Readiness(ReadinessState.PENDING, "unreachable", error.text(), since_s=self._clock())
-            self._put(address, readiness=readiness, unreachable="", seen_s=self._clock())
+            self._names[address] = name
+            self._put(address, worker=name, readiness=readiness, unreachable="", seen_s=self._clock())
             return readiness
 
         return list(self._pool.map(announce, chosen))
@@ -211,8 +213,10 @@ class Gate:
         first = [a for a in chosen if canary and canary in (a, self._names[a])]
         rest = [a for a in chosen if a not in first]
 
+        message = EncodedVerify.of(manifest, records, self.replay_policy, replay_waived_because)
+
         def verify(address: str) -> None:
-            self._verify(address, manifest, records, replay_waived_because)
+            self._verify(address, message)
 
         list(self._pool.map(verify, first))
         if not first or self._states[first[0]].readiness_state is ReadinessState.READY:
@@ -223,6 +227,10 @@ class Gate:
             if worker.action is Action.QUARANTINE and state.faults_in_row >= self.policy.quarantine_after:
                 self.quarantine(worker.worker, worker.reason)
         return decision
+
+    def expect(self, version: str) -> None:
+        """Say which version workers must reach, before its verification begins; nobody is READY at another one."""
+        self._publish(version)
 
     def verdicts(self) -> tuple[WorkerVerdict, ...]:
         """Return the verdict of each worker at the wanted version, in the order of the agents."""
@@ -236,7 +244,7 @@ class Gate:
             refresh: Ask every agent for its readiness first.
         """
         if refresh:
-            list(self._pool.map(self._refresh, self._clients))
+            list(self._pool.map(self._look, self._clients))
         with self._lock:
             state = FleetState(self._wanted, self._published_s, tuple(self._states.values()))
         return decide(self._clock(), state, self.policy)
@@ -273,10 +281,7 @@ class Gate:
 
     # --- one worker ------------------------------------------------------------------------------------------------
 
-    def _verify(
-        self, address: str, manifest: Manifest, records: Sequence[ReplayRecord], replay_waived_because: str
-    ) -> None:
-        self._learn_name(address)
+    def _verify(self, address: str, message: EncodedVerify) -> None:
         name = self._names[address]
 
         def progress(step: str, fraction: float) -> None:
@@ -284,13 +289,7 @@ class Gate:
                 self._progress(Progress(name, step, fraction))
 
         try:
-            found = self._clients[address].verify(
-                manifest,
-                records,
-                policy=self.replay_policy,
-                replay_waived_because=replay_waived_because,
-                progress=progress,
-            )
+            found = self._clients[address].send(message, progress)
             unreachable = ""
         except SyncguardError as error:
             found = _failed(name, address, error, self._clock())
@@ -306,17 +305,22 @@ class Gate:
                 attempts=self._states[address].attempts + 1,
                 unreachable=unreachable,
             )
-        ready = found.readiness.state is ReadinessState.READY and not self._states[address].quarantined
-        self._route(address, ready=ready, because=found.readiness.message)
+        self._names[address] = found.worker
+        self._follow(address)
 
     def _refresh(self, address: str) -> None:
         try:
-            status = self._clients[address].status()
+            status = self._clients[address].status(brief=True)
         except SyncguardError as error:
             self._put(address, unreachable=error.text())
             return
         self._names[address] = status.worker
         self._put(address, worker=status.worker, readiness=status.readiness, seen_s=self._clock(), unreachable="")
+
+    def _look(self, address: str) -> None:
+        self._refresh(address)
+        if self._routers:
+            self._follow(address)
 
     def _learn_name(self, address: str) -> None:
         if self._names[address] == address:
@@ -340,11 +344,39 @@ class Gate:
             self._states[address] = replace(self._states[address], **changes)  # type: ignore[arg-type]
 
     def _route(self, address: str, *, ready: bool, because: str) -> None:
+        """Tell the routers, unless they were told the same before.
+
+        Raises:
+            UnreachableError: A router did not answer or refused.
+        """
+        if self._admitted[address] is ready or not self._routers:
+            return
+        self._admitted[address] = None
+        self._learn_name(address)
         for router in self._routers:
             if ready:
                 router.admit(self._names[address])
             else:
                 router.remove(self._names[address], because)
+        self._admitted[address] = ready
+
+    def _follow(self, address: str) -> None:
+        """Let the routers follow what is known of a worker; a router that fails keeps the worker from READY."""
+        with self._lock:
+            state = self._states[address]
+            wanted = self._wanted
+        told = state.readiness
+        ready = (
+            told is not None
+            and told.state is ReadinessState.READY
+            and told.weight_version == wanted
+            and not state.quarantined
+            and not state.unreachable
+        )
+        try:
+            self._route(address, ready=ready, because=told.message if told is not None else "never verified")
+        except SyncguardError as error:
+            self._put(address, unreachable=f"router: {error.text()}")
 
     def _address(self, worker: str) -> str:
         for address, name in self._names.items():

@@ -170,7 +170,7 @@ def decide(now_s: float, state: FleetState, policy: GatePolicy) -> Decision:
         return Decision(Action.WAIT, "no version was published yet")
     workers = tuple(_worker(now_s, worker, state, policy) for worker in state.workers)
     findings = fleet_findings(state.wanted, [(w.worker, w.verdict) for w in state.workers if not w.quarantined])
-    action, reason = _fleet(now_s, state, policy, workers, findings)
+    action, reason = _Fleet(state, policy, workers, findings, now_s - state.published_s).decide()
     return Decision(action, reason, state.wanted, workers, findings)
 
 
@@ -217,52 +217,76 @@ def _usable(now_s: float, worker: WorkerState, state: FleetState) -> Readiness:
     return told
 
 
-def _fleet(
-    now_s: float,
-    state: FleetState,
-    policy: GatePolicy,
-    workers: Sequence[WorkerDecision],
-    findings: Sequence[Finding],
-) -> tuple[Action, str]:
-    ready = [w for w in workers if w.action is Action.PROCEED]
-    waiting = [w for w in workers if w.action is Action.WAIT]
-    retried = [w for w in workers if w.action is Action.RETRY_SYNC]
-    quarantined = [w for w in workers if w.action is Action.QUARANTINE]
-    active = len(workers) - len(quarantined)
-    elapsed_s = now_s - state.published_s
-    trainer = next((finding for finding in findings if is_trainer_fault(finding)), None)
-    if not workers:
-        return Action.HALT, "the gate has no workers"
-    if trainer is not None and not ready:
-        attempts = max(w.attempts for w in state.workers)
-        if attempts <= policy.retries:
-            return Action.RETRY_SYNC, trainer.text
-        return Action.HALT, trainer.text
-    if quarantined and len(quarantined) > policy.max_quarantined_share * len(workers):
-        return Action.HALT, f"{len(quarantined)} of {len(workers)} workers are faulty: {_names(quarantined)}"
-    needed = {Mode.ALL: active, Mode.QUORUM: policy.quorum, Mode.BEST_EFFORT: active}[policy.mode]
-    needed = max(1, needed)
-    if len(ready) >= needed and (not waiting and not retried):
-        return Action.PROCEED, f"{len(ready)} of {len(workers)} workers are ready at {state.wanted}"
-    if policy.mode is not Mode.ALL and len(ready) >= needed and elapsed_s >= policy.straggler_s:
-        return (
-            Action.PROCEED,
-            f"{len(ready)} ready, {needed} needed; not waiting for {_names([*waiting, *retried])}",
-        )
-    if elapsed_s >= policy.deadline_s:
-        if policy.mode is Mode.BEST_EFFORT and ready:
-            return (
-                Action.PROCEED,
-                f"deadline: {len(ready)} of {len(workers)} ready; without {_names([*waiting, *retried])}",
-            )
-        missing = _names([*waiting, *retried]) or _names(quarantined)
-        return (
-            Action.HALT,
-            f"deadline of {policy.deadline_s:g} s passed: {len(ready)} ready, {needed} needed; {missing}",
-        )
-    if retried:
-        return Action.RETRY_SYNC, f"push again to {_names(retried)}: {retried[0].reason}"
-    return Action.WAIT, f"{len(ready)} of {needed} needed workers are ready; waiting for {_names(waiting)}"
+@dataclass(frozen=True, slots=True)
+class _Fleet:
+    """The fleet sorted by action, and the rules in their order."""
+
+    state: FleetState
+    policy: GatePolicy
+    workers: tuple[WorkerDecision, ...]
+    findings: tuple[Finding, ...]
+    elapsed_s: float
+
+    def of(self, *actions: Action) -> list[WorkerDecision]:
+        return [worker for worker in self.workers if worker.action in actions]
+
+    @property
+    def ready(self) -> list[WorkerDecision]:
+        return self.of(Action.PROCEED)
+
+    @property
+    def missing(self) -> list[WorkerDecision]:
+        return self.of(Action.WAIT, Action.RETRY_SYNC)
+
+    @property
+    def needed(self) -> int:
+        active = len(self.workers) - len(self.of(Action.QUARANTINE))
+        return max(1, self.policy.quorum if self.policy.mode is Mode.QUORUM else active)
+
+    def decide(self) -> tuple[Action, str]:
+        for rule in (self.trainer_fault, self.too_many_faulty, self.enough, self.deadline):
+            outcome = rule()
+            if outcome is not None:
+                return outcome
+        retried = self.of(Action.RETRY_SYNC)
+        if retried:
+            return Action.RETRY_SYNC, f"push again to {_names(retried)}: {retried[0].reason}"
+        waiting = _names(self.of(Action.WAIT))
+        return Action.WAIT, f"{len(self.ready)} of {self.needed} needed workers are ready; waiting for {waiting}"
+
+    def trainer_fault(self) -> tuple[Action, str] | None:
+        fault = next((finding for finding in self.findings if is_trainer_fault(finding)), None)
+        if fault is None or self.ready:
+            return None
+        attempts = max(worker.attempts for worker in self.state.workers)
+        return (Action.RETRY_SYNC if attempts <= self.policy.retries else Action.HALT), fault.text
+
+    def too_many_faulty(self) -> tuple[Action, str] | None:
+        faulty = self.of(Action.QUARANTINE)
+        if not self.workers:
+            return Action.HALT, "the gate has no workers"
+        if len(faulty) == len(self.workers) or len(faulty) > self.policy.max_quarantined_share * len(self.workers):
+            return Action.HALT, f"{len(faulty)} of {len(self.workers)} workers are faulty: {_names(faulty)}"
+        return None
+
+    def enough(self) -> tuple[Action, str] | None:
+        ready, total = len(self.ready), len(self.workers)
+        if ready < self.needed:
+            return None
+        if not self.missing:
+            return Action.PROCEED, f"{ready} of {total} workers are ready at {self.state.wanted}"
+        if self.policy.mode is not Mode.ALL and self.elapsed_s >= self.policy.straggler_s:
+            return Action.PROCEED, f"{ready} ready, {self.needed} needed; not waiting for {_names(self.missing)}"
+        return None
+
+    def deadline(self) -> tuple[Action, str] | None:
+        if self.elapsed_s < self.policy.deadline_s:
+            return None
+        ready, late = len(self.ready), _names(self.missing)
+        if self.policy.mode is Mode.BEST_EFFORT and ready:
+            return Action.PROCEED, f"deadline: {ready} of {len(self.workers)} ready; without {late}"
+        said = f"deadline of {self.policy.deadline_s:g} s passed: {ready} ready, {self.needed} needed"
+        return Action.HALT, f"{said}; not ready: {late}"
 
 
 def _names(workers: Sequence[WorkerDecision], shown: int = 8) -> str:

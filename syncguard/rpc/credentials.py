@@ -220,6 +220,26 @@ class ChannelCredentials:
         return (("authorization", f"Bearer {self.token}"),) if self.token else ()
 
 
+def client_credentials(
+    *, ca: Path | None = None, cert: Path | None = None, key: Path | None = None, token_file: Path | None = None
+) -> ChannelCredentials:
+    """Return a client's credentials from the files that a command line names.
+
+    Raises:
+        UsageError: A certificate without its key or authority, or a token that cannot be read.
+    """
+    given = [path for path in (ca, cert, key) if path is not None]
+    if given and (ca is None or cert is None or key is None):
+        raise UsageError(
+            "half of the TLS files",
+            expected="--tls-ca, --tls-cert and --tls-key together",
+            found=" ".join(map(str, given)),
+            todo="the agent asks for a certificate, and the client checks the agent's",
+        )
+    tls = TlsFiles(cert, key, ca) if ca is not None and cert is not None and key is not None else None
+    return ChannelCredentials(tls, read_secret(token_file) if token_file is not None else "")
+
+
 class RoleInterceptor(grpc.ServerInterceptor):  # type: ignore[misc] # grpc is untyped
     """Refuses calls whose caller lacks the needed role, before their message is read.
 

@@ -3,15 +3,25 @@ from syncguard.v1 import replay_pb2 as _replay_pb2
 from syncguard.v1 import tensor_pb2 as _tensor_pb2
 from syncguard.v1 import verdict_pb2 as _verdict_pb2
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from typing import ClassVar as _ClassVar, Iterable as _Iterable, Mapping as _Mapping, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
-class GetStatusRequest(_message.Message):
+class StatusDetail(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
-    def __init__(self) -> None: ...
+    STATUS_DETAIL_UNSPECIFIED: _ClassVar[StatusDetail]
+    STATUS_DETAIL_BRIEF: _ClassVar[StatusDetail]
+STATUS_DETAIL_UNSPECIFIED: StatusDetail
+STATUS_DETAIL_BRIEF: StatusDetail
+
+class GetStatusRequest(_message.Message):
+    __slots__ = ("detail",)
+    DETAIL_FIELD_NUMBER: _ClassVar[int]
+    detail: StatusDetail
+    def __init__(self, detail: _Optional[_Union[StatusDetail, str]] = ...) -> None: ...
 
 class GetStatusResponse(_message.Message):
     __slots__ = ("worker", "engine", "model", "weight_version_label", "expected_ranks", "state", "readiness", "epoch", "incarnation", "spec_version", "agent_version", "last_verdict", "last_replay", "poll_interval_s", "lease_s", "vocab_size")
@@ -89,12 +99,14 @@ class AnnounceUpdateRequest(_message.Message):
     def __init__(self, header: _Optional[_Union[AnnounceUpdateRequest.Header, _Mapping]] = ..., record: _Optional[_Union[_replay_pb2.RecordChunk, _Mapping]] = ...) -> None: ...
 
 class AnnounceUpdateResponse(_message.Message):
-    __slots__ = ("readiness", "old_scores")
+    __slots__ = ("readiness", "old_scores", "worker")
     READINESS_FIELD_NUMBER: _ClassVar[int]
     OLD_SCORES_FIELD_NUMBER: _ClassVar[int]
+    WORKER_FIELD_NUMBER: _ClassVar[int]
     readiness: _verdict_pb2.Readiness
     old_scores: str
-    def __init__(self, readiness: _Optional[_Union[_verdict_pb2.Readiness, _Mapping]] = ..., old_scores: _Optional[str] = ...) -> None: ...
+    worker: str
+    def __init__(self, readiness: _Optional[_Union[_verdict_pb2.Readiness, _Mapping]] = ..., old_scores: _Optional[str] = ..., worker: _Optional[str] = ...) -> None: ...
 
 class VerifyRequest(_message.Message):
     __slots__ = ("header", "entries", "record", "policy")

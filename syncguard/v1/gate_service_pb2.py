@@ -22,35 +22,45 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from syncguard.v1 import agent_service_pb2 as syncguard_dot_v1_dot_agent__service__pb2
 from syncguard.v1 import manifest_pb2 as syncguard_dot_v1_dot_manifest__pb2
+from syncguard.v1 import replay_pb2 as syncguard_dot_v1_dot_replay__pb2
 from syncguard.v1 import verdict_pb2 as syncguard_dot_v1_dot_verdict__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1fsyncguard/v1/gate_service.proto\x12\x0csyncguard.v1\x1a\x1bsyncguard/v1/manifest.proto\x1a\x1asyncguard/v1/verdict.proto\"\xae\x01\n\x0eWorkerDecision\x12\x0e\n\x06worker\x18\x01 \x01(\t\x12*\n\treadiness\x18\x02 \x01(\x0b\x32\x17.syncguard.v1.Readiness\x12(\n\x06\x61\x63tion\x18\x03 \x01(\x0e\x32\x18.syncguard.v1.GateAction\x12\x0e\n\x06reason\x18\x04 \x01(\t\x12&\n\x07verdict\x18\x05 \x01(\x0b\x32\x15.syncguard.v1.Verdict\"\xb4\x01\n\x08\x44\x65\x63ision\x12(\n\x06\x61\x63tion\x18\x01 \x01(\x0e\x32\x18.syncguard.v1.GateAction\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x16\n\x0eweight_version\x18\x03 \x01(\t\x12-\n\x07workers\x18\x04 \x03(\x0b\x32\x1c.syncguard.v1.WorkerDecision\x12\'\n\x08\x66indings\x18\x05 \x03(\x0b\x32\x15.syncguard.v1.Finding\"\x80\x01\n\x16PublishManifestRequest\x12.\n\x06header\x18\x01 \x01(\x0b\x32\x1c.syncguard.v1.ManifestHeaderH\x00\x12.\n\x07\x65ntries\x18\x02 \x01(\x0b\x32\x1b.syncguard.v1.ManifestChunkH\x00\x42\x06\n\x04part\"1\n\x17PublishManifestResponse\x12\x16\n\x0eweight_version\x18\x01 \x01(\t\"\x14\n\x12GetDecisionRequest\"?\n\x13GetDecisionResponse\x12(\n\x08\x64\x65\x63ision\x18\x01 \x01(\x0b\x32\x16.syncguard.v1.Decision\"\x16\n\x14WatchDecisionRequest\"A\n\x15WatchDecisionResponse\x12(\n\x08\x64\x65\x63ision\x18\x01 \x01(\x0b\x32\x16.syncguard.v1.Decision*\xa6\x01\n\nGateAction\x12\x1b\n\x17GATE_ACTION_UNSPECIFIED\x10\x00\x12\x14\n\x10GATE_ACTION_WAIT\x10\x01\x12\x17\n\x13GATE_ACTION_PROCEED\x10\x02\x12\x1a\n\x16GATE_ACTION_RETRY_SYNC\x10\x03\x12\x1a\n\x16GATE_ACTION_QUARANTINE\x10\x04\x12\x14\n\x10GATE_ACTION_HALT\x10\x05\x32\x9f\x02\n\x0bGateService\x12`\n\x0fPublishManifest\x12$.syncguard.v1.PublishManifestRequest\x1a%.syncguard.v1.PublishManifestResponse(\x01\x12R\n\x0bGetDecision\x12 .syncguard.v1.GetDecisionRequest\x1a!.syncguard.v1.GetDecisionResponse\x12Z\n\rWatchDecision\x12\".syncguard.v1.WatchDecisionRequest\x1a#.syncguard.v1.WatchDecisionResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1fsyncguard/v1/gate_service.proto\x12\x0csyncguard.v1\x1a syncguard/v1/agent_service.proto\x1a\x1bsyncguard/v1/manifest.proto\x1a\x19syncguard/v1/replay.proto\x1a\x1asyncguard/v1/verdict.proto\"\xae\x01\n\x0eWorkerDecision\x12\x0e\n\x06worker\x18\x01 \x01(\t\x12*\n\treadiness\x18\x02 \x01(\x0b\x32\x17.syncguard.v1.Readiness\x12(\n\x06\x61\x63tion\x18\x03 \x01(\x0e\x32\x18.syncguard.v1.GateAction\x12\x0e\n\x06reason\x18\x04 \x01(\t\x12&\n\x07verdict\x18\x05 \x01(\x0b\x32\x15.syncguard.v1.Verdict\"\xb4\x01\n\x08\x44\x65\x63ision\x12(\n\x06\x61\x63tion\x18\x01 \x01(\x0e\x32\x18.syncguard.v1.GateAction\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x16\n\x0eweight_version\x18\x03 \x01(\t\x12-\n\x07workers\x18\x04 \x03(\x0b\x32\x1c.syncguard.v1.WorkerDecision\x12\'\n\x08\x66indings\x18\x05 \x03(\x0b\x32\x15.syncguard.v1.Finding\"\x88\x01\n\x13\x41nnouncePushRequest\x12<\n\x06header\x18\x01 \x01(\x0b\x32*.syncguard.v1.AnnounceUpdateRequest.HeaderH\x00\x12+\n\x06record\x18\x02 \x01(\x0b\x32\x19.syncguard.v1.RecordChunkH\x00\x42\x06\n\x04part\"M\n\x0fWorkerReadiness\x12\x0e\n\x06worker\x18\x01 \x01(\t\x12*\n\treadiness\x18\x02 \x01(\x0b\x32\x17.syncguard.v1.Readiness\"F\n\x14\x41nnouncePushResponse\x12.\n\x07workers\x18\x01 \x03(\x0b\x32\x1d.syncguard.v1.WorkerReadiness\"\xc6\x02\n\x16PublishManifestRequest\x12.\n\x06header\x18\x01 \x01(\x0b\x32\x1c.syncguard.v1.ManifestHeaderH\x00\x12.\n\x07\x65ntries\x18\x02 \x01(\x0b\x32\x1b.syncguard.v1.ManifestChunkH\x00\x12+\n\x06record\x18\x03 \x01(\x0b\x32\x19.syncguard.v1.RecordChunkH\x00\x12\x34\n\x06policy\x18\x04 \x01(\x0b\x32\".syncguard.v1.VerifyRequest.PolicyH\x00\x12\x43\n\tselection\x18\x05 \x01(\x0b\x32..syncguard.v1.PublishManifestRequest.SelectionH\x00\x1a\x1c\n\tSelection\x12\x0f\n\x07workers\x18\x01 \x03(\tB\x06\n\x04part\"1\n\x17PublishManifestResponse\x12\x16\n\x0eweight_version\x18\x01 \x01(\t\"\x14\n\x12GetDecisionRequest\"?\n\x13GetDecisionResponse\x12(\n\x08\x64\x65\x63ision\x18\x01 \x01(\x0b\x32\x16.syncguard.v1.Decision\"\x16\n\x14WatchDecisionRequest\"A\n\x15WatchDecisionResponse\x12(\n\x08\x64\x65\x63ision\x18\x01 \x01(\x0b\x32\x16.syncguard.v1.Decision*\xa6\x01\n\nGateAction\x12\x1b\n\x17GATE_ACTION_UNSPECIFIED\x10\x00\x12\x14\n\x10GATE_ACTION_WAIT\x10\x01\x12\x17\n\x13GATE_ACTION_PROCEED\x10\x02\x12\x1a\n\x16GATE_ACTION_RETRY_SYNC\x10\x03\x12\x1a\n\x16GATE_ACTION_QUARANTINE\x10\x04\x12\x14\n\x10GATE_ACTION_HALT\x10\x05\x32\xf8\x02\n\x0bGateService\x12W\n\x0c\x41nnouncePush\x12!.syncguard.v1.AnnouncePushRequest\x1a\".syncguard.v1.AnnouncePushResponse(\x01\x12`\n\x0fPublishManifest\x12$.syncguard.v1.PublishManifestRequest\x1a%.syncguard.v1.PublishManifestResponse(\x01\x12R\n\x0bGetDecision\x12 .syncguard.v1.GetDecisionRequest\x1a!.syncguard.v1.GetDecisionResponse\x12Z\n\rWatchDecision\x12\".syncguard.v1.WatchDecisionRequest\x1a#.syncguard.v1.WatchDecisionResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'syncguard.v1.gate_service_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_GATEACTION']._serialized_start=827
-  _globals['_GATEACTION']._serialized_end=993
-  _globals['_WORKERDECISION']._serialized_start=107
-  _globals['_WORKERDECISION']._serialized_end=281
-  _globals['_DECISION']._serialized_start=284
-  _globals['_DECISION']._serialized_end=464
-  _globals['_PUBLISHMANIFESTREQUEST']._serialized_start=467
-  _globals['_PUBLISHMANIFESTREQUEST']._serialized_end=595
-  _globals['_PUBLISHMANIFESTRESPONSE']._serialized_start=597
-  _globals['_PUBLISHMANIFESTRESPONSE']._serialized_end=646
-  _globals['_GETDECISIONREQUEST']._serialized_start=648
-  _globals['_GETDECISIONREQUEST']._serialized_end=668
-  _globals['_GETDECISIONRESPONSE']._serialized_start=670
-  _globals['_GETDECISIONRESPONSE']._serialized_end=733
-  _globals['_WATCHDECISIONREQUEST']._serialized_start=735
-  _globals['_WATCHDECISIONREQUEST']._serialized_end=757
-  _globals['_WATCHDECISIONRESPONSE']._serialized_start=759
-  _globals['_WATCHDECISIONRESPONSE']._serialized_end=824
-  _globals['_GATESERVICE']._serialized_start=996
-  _globals['_GATESERVICE']._serialized_end=1283
+  _globals['_GATEACTION']._serialized_start=1376
+  _globals['_GATEACTION']._serialized_end=1542
+  _globals['_WORKERDECISION']._serialized_start=168
+  _globals['_WORKERDECISION']._serialized_end=342
+  _globals['_DECISION']._serialized_start=345
+  _globals['_DECISION']._serialized_end=525
+  _globals['_ANNOUNCEPUSHREQUEST']._serialized_start=528
+  _globals['_ANNOUNCEPUSHREQUEST']._serialized_end=664
+  _globals['_WORKERREADINESS']._serialized_start=666
+  _globals['_WORKERREADINESS']._serialized_end=743
+  _globals['_ANNOUNCEPUSHRESPONSE']._serialized_start=745
+  _globals['_ANNOUNCEPUSHRESPONSE']._serialized_end=815
+  _globals['_PUBLISHMANIFESTREQUEST']._serialized_start=818
+  _globals['_PUBLISHMANIFESTREQUEST']._serialized_end=1144
+  _globals['_PUBLISHMANIFESTREQUEST_SELECTION']._serialized_start=1108
+  _globals['_PUBLISHMANIFESTREQUEST_SELECTION']._serialized_end=1136
+  _globals['_PUBLISHMANIFESTRESPONSE']._serialized_start=1146
+  _globals['_PUBLISHMANIFESTRESPONSE']._serialized_end=1195
+  _globals['_GETDECISIONREQUEST']._serialized_start=1197
+  _globals['_GETDECISIONREQUEST']._serialized_end=1217
+  _globals['_GETDECISIONRESPONSE']._serialized_start=1219
+  _globals['_GETDECISIONRESPONSE']._serialized_end=1282
+  _globals['_WATCHDECISIONREQUEST']._serialized_start=1284
+  _globals['_WATCHDECISIONREQUEST']._serialized_end=1306
+  _globals['_WATCHDECISIONRESPONSE']._serialized_start=1308
+  _globals['_WATCHDECISIONRESPONSE']._serialized_end=1373
+  _globals['_GATESERVICE']._serialized_start=1545
+  _globals['_GATESERVICE']._serialized_end=1921
 # @@protoc_insertion_point(module_scope)

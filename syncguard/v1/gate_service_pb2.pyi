@@ -1,4 +1,6 @@
+from syncguard.v1 import agent_service_pb2 as _agent_service_pb2
 from syncguard.v1 import manifest_pb2 as _manifest_pb2
+from syncguard.v1 import replay_pb2 as _replay_pb2
 from syncguard.v1 import verdict_pb2 as _verdict_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
@@ -51,13 +53,46 @@ class Decision(_message.Message):
     findings: _containers.RepeatedCompositeFieldContainer[_verdict_pb2.Finding]
     def __init__(self, action: _Optional[_Union[GateAction, str]] = ..., reason: _Optional[str] = ..., weight_version: _Optional[str] = ..., workers: _Optional[_Iterable[_Union[WorkerDecision, _Mapping]]] = ..., findings: _Optional[_Iterable[_Union[_verdict_pb2.Finding, _Mapping]]] = ...) -> None: ...
 
+class AnnouncePushRequest(_message.Message):
+    __slots__ = ("header", "record")
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    RECORD_FIELD_NUMBER: _ClassVar[int]
+    header: _agent_service_pb2.AnnounceUpdateRequest.Header
+    record: _replay_pb2.RecordChunk
+    def __init__(self, header: _Optional[_Union[_agent_service_pb2.AnnounceUpdateRequest.Header, _Mapping]] = ..., record: _Optional[_Union[_replay_pb2.RecordChunk, _Mapping]] = ...) -> None: ...
+
+class WorkerReadiness(_message.Message):
+    __slots__ = ("worker", "readiness")
+    WORKER_FIELD_NUMBER: _ClassVar[int]
+    READINESS_FIELD_NUMBER: _ClassVar[int]
+    worker: str
+    readiness: _verdict_pb2.Readiness
+    def __init__(self, worker: _Optional[str] = ..., readiness: _Optional[_Union[_verdict_pb2.Readiness, _Mapping]] = ...) -> None: ...
+
+class AnnouncePushResponse(_message.Message):
+    __slots__ = ("workers",)
+    WORKERS_FIELD_NUMBER: _ClassVar[int]
+    workers: _containers.RepeatedCompositeFieldContainer[WorkerReadiness]
+    def __init__(self, workers: _Optional[_Iterable[_Union[WorkerReadiness, _Mapping]]] = ...) -> None: ...
+
 class PublishManifestRequest(_message.Message):
-    __slots__ = ("header", "entries")
+    __slots__ = ("header", "entries", "record", "policy", "selection")
+    class Selection(_message.Message):
+        __slots__ = ("workers",)
+        WORKERS_FIELD_NUMBER: _ClassVar[int]
+        workers: _containers.RepeatedScalarFieldContainer[str]
+        def __init__(self, workers: _Optional[_Iterable[str]] = ...) -> None: ...
     HEADER_FIELD_NUMBER: _ClassVar[int]
     ENTRIES_FIELD_NUMBER: _ClassVar[int]
+    RECORD_FIELD_NUMBER: _ClassVar[int]
+    POLICY_FIELD_NUMBER: _ClassVar[int]
+    SELECTION_FIELD_NUMBER: _ClassVar[int]
     header: _manifest_pb2.ManifestHeader
     entries: _manifest_pb2.ManifestChunk
-    def __init__(self, header: _Optional[_Union[_manifest_pb2.ManifestHeader, _Mapping]] = ..., entries: _Optional[_Union[_manifest_pb2.ManifestChunk, _Mapping]] = ...) -> None: ...
+    record: _replay_pb2.RecordChunk
+    policy: _agent_service_pb2.VerifyRequest.Policy
+    selection: PublishManifestRequest.Selection
+    def __init__(self, header: _Optional[_Union[_manifest_pb2.ManifestHeader, _Mapping]] = ..., entries: _Optional[_Union[_manifest_pb2.ManifestChunk, _Mapping]] = ..., record: _Optional[_Union[_replay_pb2.RecordChunk, _Mapping]] = ..., policy: _Optional[_Union[_agent_service_pb2.VerifyRequest.Policy, _Mapping]] = ..., selection: _Optional[_Union[PublishManifestRequest.Selection, _Mapping]] = ...) -> None: ...
 
 class PublishManifestResponse(_message.Message):
     __slots__ = ("weight_version",)

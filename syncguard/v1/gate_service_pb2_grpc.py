@@ -35,6 +35,11 @@ class GateServiceStub(object):
         Args:
             channel: A grpc.Channel.
         """
+        self.AnnouncePush = channel.stream_unary(
+                '/syncguard.v1.GateService/AnnouncePush',
+                request_serializer=syncguard_dot_v1_dot_gate__service__pb2.AnnouncePushRequest.SerializeToString,
+                response_deserializer=syncguard_dot_v1_dot_gate__service__pb2.AnnouncePushResponse.FromString,
+                _registered_method=True)
         self.PublishManifest = channel.stream_unary(
                 '/syncguard.v1.GateService/PublishManifest',
                 request_serializer=syncguard_dot_v1_dot_gate__service__pb2.PublishManifestRequest.SerializeToString,
@@ -56,8 +61,15 @@ class GateServiceServicer(object):
     """The gate as a daemon: the trainer's handle on a fleet of workers.
     """
 
+    def AnnouncePush(self, request_iterator, context):
+        """Before a push: every worker leaves READY before this returns.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def PublishManifest(self, request_iterator, context):
-        """Names the version that workers must reach, with its manifest.
+        """After a push: names the version that workers must reach, with its manifest; verification goes on in the background.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -80,6 +92,11 @@ class GateServiceServicer(object):
 
 def add_GateServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
+            'AnnouncePush': grpc.stream_unary_rpc_method_handler(
+                    servicer.AnnouncePush,
+                    request_deserializer=syncguard_dot_v1_dot_gate__service__pb2.AnnouncePushRequest.FromString,
+                    response_serializer=syncguard_dot_v1_dot_gate__service__pb2.AnnouncePushResponse.SerializeToString,
+            ),
             'PublishManifest': grpc.stream_unary_rpc_method_handler(
                     servicer.PublishManifest,
                     request_deserializer=syncguard_dot_v1_dot_gate__service__pb2.PublishManifestRequest.FromString,
@@ -106,6 +123,33 @@ def add_GateServiceServicer_to_server(servicer, server):
 class GateService(object):
     """The gate as a daemon: the trainer's handle on a fleet of workers.
     """
+
+    @staticmethod
+    def AnnouncePush(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_unary(
+            request_iterator,
+            target,
+            '/syncguard.v1.GateService/AnnouncePush',
+            syncguard_dot_v1_dot_gate__service__pb2.AnnouncePushRequest.SerializeToString,
+            syncguard_dot_v1_dot_gate__service__pb2.AnnouncePushResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
 
     @staticmethod
     def PublishManifest(request_iterator,
