@@ -168,9 +168,11 @@ def replay_on_worker(
         take(b_key(index, state, "cold"))
     for index in range(as_found, warm):
         take(b_key(index, state, "warm"))
-    seen = {**record.meta.get("cached_tokens", {}), **cached}
-    versions = {**record.versions, **({state: version} if version else {})}
-    return record.with_scores(taken, versions=versions, meta={**record.meta, "cached_tokens": seen})
+    versions = dict(record.versions)
+    if version:
+        versions[state] = version
+    meta = {**record.meta, "cached_tokens": {**record.meta.get("cached_tokens", {}), **cached}}
+    return record.with_scores(taken, versions=versions, meta=meta)
 
 
 def score_with_trainer(

@@ -116,7 +116,8 @@ class _Walk:
         )
 
     def _end(self, kind: Kind, side: Side = "", detail: str = "", candidates: tuple[str, ...] = ()) -> Diagnosis:
-        return conclude(kind, side, detail, tuple(self.evidence), tuple(self.path), candidates)
+        found = conclude(kind, side, detail, tuple(self.evidence), tuple(self.path), candidates)
+        return replace(found, limit_nats=self.limit)
 
     def _shaped(self, shape: Shape | None, side: Side) -> Diagnosis | None:
         return None if shape is None else self._end(shape.kind, side, shape.detail, shape.candidates)

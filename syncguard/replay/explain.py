@@ -197,6 +197,7 @@ class Diagnosis:
         next_experiment: What to run to confirm or refute it.
         path_taken: Questions of the decision map that were asked, in order, with their answers where they have one.
         candidates: Explanations that fit, where the kind is ambiguous.
+        limit_nats: MAE under which two paths were taken to agree.
     """
 
     kind: Kind
@@ -207,6 +208,7 @@ class Diagnosis:
     next_experiment: str
     path_taken: tuple[str, ...]
     candidates: tuple[str, ...] = ()
+    limit_nats: float = 0.01
 
     def __bool__(self) -> NoReturn:
         """Refuse: a diagnosis is read, never tested for truth."""

@@ -1,9 +1,18 @@
-"""The report page: verdicts in words, then the evidence that they rest on."""
+"""The report page: one self-contained HTML file, readable in light and dark, on a phone and on paper."""
 
 from __future__ import annotations
 
+import tempfile
+from collections import Counter
+from functools import cache
+from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import jinja2
+
+from syncguard.replay.diagnose import diagnose
+from syncguard.report.page_model import RECORDS_DRAWN, WIDE_FROM, record_model, record_row, step_model, timeline_plot
 
 if TYPE_CHECKING:
     import os
@@ -12,18 +21,57 @@ if TYPE_CHECKING:
     from syncguard.replay.record import ReplayRecord
 
 
-def render_report(verdicts: Sequence[Mapping[str, Any]], records: Sequence[ReplayRecord], title: str) -> str:
-    """Return one self-contained HTML page.
+@cache
+def _template() -> jinja2.Template:
+    source = resources.files("syncguard.report").joinpath("template.html.j2").read_text(encoding="utf-8")
+    # Names of tensors, workers and messages come from elsewhere: everything is escaped but our own drawings.
+    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
+    return environment.from_string(source)
+
+
+def render_report(
+    verdicts: Sequence[Mapping[str, Any]],
+    records: Sequence[ReplayRecord],
+    title: str,
+    decode: Callable[[int], str] | None = None,
+) -> str:
+    """Return one self-contained HTML page; it loads nothing and runs no script.
 
     Args:
         verdicts: One mapping per step and worker. Keys, all optional but `step`: `step` (label), `worker`, `version`,
             `readiness` (PENDING, READY, BLOCKED), `status` (MATCH, MISMATCH, …), `reason`, `message`, `expected` (what a
             demonstration planned, such as BLOCKED), `findings` (list of mappings with `kind`, `tensor`, `rank`, `box`,
             `message`, `next`), `replay` (`ReplayVerdict.as_dict()`), `timings` (name → seconds).
-        records: Replay records, in the order in which they were taken.
+        records: Replay records, in the order in which they were taken; the first 12 are drawn, all are listed.
         title: Heading of the page.
+        decode: Text of a token id, where a tokenizer is at hand.
     """
-    return f"<!doctype html><title>{title}</title><p>{len(verdicts)} verdicts, {len(records)} records"
+    steps = [step_model(step) for step in verdicts]
+    drawn = [record_model(one, decode, first=index == 0) for index, one in enumerate(records[:RECORDS_DRAWN])]
+    index = [record_row(one, diagnose(one)) for one in records] if len(records) > 1 else []
+    return _template().render(
+        title=title,
+        summary=_summary(steps, index or drawn),
+        steps=steps,
+        timeline=timeline_plot(verdicts),
+        timeline_width=1040 if len(verdicts) > WIDE_FROM else 600,
+        records=drawn,
+        hidden_records=max(0, len(records) - RECORDS_DRAWN),
+        record_index=index,
+    )
+
+
+def _summary(steps: Sequence[Mapping[str, Any]], records: Sequence[Mapping[str, Any]]) -> str:
+    parts = []
+    if steps:
+        counts = Counter(step["readiness"] for step in steps)
+        parts.append(f"{len(steps)} verdicts: " + ", ".join(f"{n} {word}" for word, n in counts.most_common()) + ".")
+    if records:
+        kinds = Counter(record["kind"] for record in records)
+        parts.append(
+            f"{len(records)} replay records: " + ", ".join(f"{n} {word}" for word, n in kinds.most_common()) + "."
+        )
+    return " ".join(parts) or "Nothing was recorded."
 
 
 def write_report(
@@ -47,6 +95,14 @@ def write_report(
         The path written.
     """
     target = Path(path)
-    beside = target.with_name(f".{target.name}.part")
-    beside.write_text(render_report(steps, records, title), encoding="utf-8")
-    return beside.replace(target)
+    page = render_report(steps, records, title, decode)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=target.parent, delete=False, suffix=".part") as beside:
+        try:
+            beside.write(page)
+            beside.close()
+            Path(beside.name).chmod(0o644)
+            return Path(beside.name).replace(target)
+        except BaseException:
+            Path(beside.name).unlink(missing_ok=True)
+            raise
