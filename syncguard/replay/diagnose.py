@@ -27,12 +27,11 @@ if TYPE_CHECKING:
     from syncguard.replay.scores import FloatArray
 
 _FAINT: Final = 3.0  # an unstructured gap under this factor x the limit fits too many explanations
+# Warm passes are no repeats of each other: the first may run on a cache that an update left behind.
 _REPEATED: Final[tuple[tuple[ScorePath, State, Cache], ...]] = (
     ("B", "old", "cold"),
-    ("B", "old", "warm"),
     ("C", "old", ""),
     ("B", "new", "cold"),
-    ("B", "new", "warm"),
     ("C", "new", ""),
 )
 _FINGERPRINTS: Final[Mapping[str, tuple[Kind, Side]]] = {

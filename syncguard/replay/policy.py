@@ -199,11 +199,11 @@ class _Judgement:
         self.b_new, self.c_new = evidence.b_new_cold[0], evidence.c_new[0]
         self.b_old = evidence.b_old[0] if evidence.b_old else None
         self.c_old = evidence.c_old[0] if evidence.c_old else None
+        # Warm passes are no repeats of each other: the first may run on a cache that an update left behind.
         self.repeats = tuple(
             measure_repeat_noise(passes, evidence.mask, label)
             for label, passes in (
                 ("B.new.cold", evidence.b_new_cold),
-                ("B.new.warm", evidence.b_new_warm),
                 ("C.new", evidence.c_new),
                 ("B.old.cold", evidence.b_old),
                 ("C.old", evidence.c_old),

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 import matplotlib as mpl
 import numpy as np
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, NullFormatter
+from matplotlib.ticker import FuncFormatter, NullLocator
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -78,7 +78,7 @@ def _powers(value: float, _: int) -> str:
 
 def _plain_ticks(axis: Any) -> None:
     axis.set_major_formatter(FuncFormatter(_powers))
-    axis.set_minor_formatter(NullFormatter())
+    axis.set_minor_locator(NullLocator())
 
 
 def _svg(figure: Figure, label: str) -> str:

@@ -97,6 +97,15 @@ def test_a_prefix_cache_of_the_old_weights_fails_although_the_cold_replay_agrees
     assert (verdict.status, verdict.fingerprint) == (ReplayStatus.FAIL, "stale prefix cache")
 
 
+def test_of_several_warm_passes_the_one_on_the_old_cache_decides_and_is_not_taken_for_noise():
+    one = evidence()
+    lagging = one.b_old[0] + 0.3 * (one.b_new_cold[0] - one.b_old[0])
+    for order in ((lagging, one.b_new_cold[0]), (one.b_new_cold[0], lagging)):
+        verdict = judge_replay(evidence(b_new_warm=order))
+        assert (verdict.status, verdict.fingerprint) == (ReplayStatus.FAIL, "stale prefix cache")
+        assert verdict.limit_nats == 0.01
+
+
 @pytest.mark.parametrize("change", [0.0, 1e-6, 1e-5])
 def test_an_update_too_small_to_see_has_no_power_and_is_no_pass(change):
     for worker in (0.0, 1.0):
