@@ -17,33 +17,34 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from syncguard.agent.core import (
-    AgentState,
-    CoreConfig,
+from syncguard.agent.core import AgentState, CoreConfig, Phase, Step, step
+from syncguard.agent.events import (
     EngineLost,
     EngineSeen,
     Event,
     EvidenceAgainst,
     Fence,
-    Phase,
     Refuse,
-    Step,
     UpdateAnnounced,
     VerifyFinished,
     VerifyRequested,
-    step,
 )
 from syncguard.agent.journal import Journal, Remembered, Transition
 from syncguard.agent.replay_pass import Passes, ReplayRunner
-from syncguard.agent.verify import Cancelled, Verification, Verifier, VerifyRequest, gravest_code
+from syncguard.agent.verify import (
+    Cancelled,
+    Verification,
+    Verifier,
+    VerifyRequest,
+    given_up,
+    gravest_code,
+    refused_manifest,
+)
+from syncguard.agent.watch import Watcher
 from syncguard.errors import ScoreError, SyncguardError, UnreachableError, VersionOrderError
 from syncguard.manifest.compare import known_version
 from syncguard.manifest.verdict import (
-    Finding,
-    FindingCode,
     Readiness,
-    Severity,
-    Verdict,
     VerdictStatus,
 )
 from syncguard.replay import A, ReplayRecord
@@ -53,7 +54,7 @@ if TYPE_CHECKING:
 
     from syncguard.engines.base import EngineAdapter, EngineStatus
     from syncguard.layout.model import RankLayout
-    from syncguard.manifest.model import KnownVersion, Manifest, RankObservation
+    from syncguard.manifest.model import KnownVersion, Manifest, RankObservation, WorkerObservation
     from syncguard.spec import WeightVersion
 
 log = logging.getLogger("syncguard.agent")
@@ -69,6 +70,7 @@ class AgentConfig:
         race_attempts: Verifications tried when the engine changes while it is read.
         race_wait_s: Wait before each further one, in seconds.
         known_versions: Earlier versions kept to explain a difference.
+        scrub_interval_s: Seconds between two scrubs of a READY worker; 0 for none.
     """
 
     poll_interval_s: float = 1.0
@@ -76,6 +78,7 @@ class AgentConfig:
     race_attempts: int = 3
     race_wait_s: float = 0.2
     known_versions: int = 3
+    scrub_interval_s: float = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +87,14 @@ class Outcome:
 
     verification: Verification
     readiness: Readiness
+
+
+@dataclass(frozen=True, slots=True)
+class Proven:
+    """What the last verification to READY rested on, for scrubs and for proving again."""
+
+    manifest: Manifest
+    observation: WorkerObservation
 
 
 @dataclass(slots=True)
@@ -128,22 +139,20 @@ class Agent:
         self.worker = worker
         self.config = config if config is not None else AgentConfig()
         self.journal = journal if journal is not None else Journal(None)
-        self._adapter = adapter
-        self._watch_adapter = watch_adapter
+        self.adapter = adapter
         self._clock = clock
         self._rules = CoreConfig(self.config.lease_s)
         self._state_lock = threading.RLock()
-        self._engine_lock = threading.Lock()
+        self.engine_lock = threading.Lock()
         self._subscriptions: list[Subscription] = []
         self._listeners: list[Callable[[Readiness], None]] = []
         self._stop = threading.Event()
-        self._watcher: threading.Thread | None = None
         self._sampled_s = 0.0
         self._known = list(self.journal.known())
         self._old: Passes | None = None
         self._old_before: WeightVersion | None = None
         self._verified_passes: Passes | None = None
-        self._polled_s = self._clock()
+        self.proven: Proven | None = None
         self._transition_counts: Counter[tuple[str, str]] = Counter()
         self._verdict_counts: Counter[str] = Counter()
         self.last: Verification | None = None
@@ -155,6 +164,7 @@ class Agent:
                 self.state, reason="agent_restarted", message="the agent restarted; nothing was verified since"
             )
         self._journal(self.state, "started", {})
+        self.watcher = Watcher(self, watch_adapter)
 
     @property
     def readiness(self) -> Readiness:
@@ -167,11 +177,7 @@ class Agent:
 
     def live(self) -> tuple[bool, str]:
         """Return whether the watcher does its work, and in words what it did last."""
-        idle_s = self._clock() - self._polled_s
-        limit_s = 10 * self.config.poll_interval_s + 60
-        if self._watcher is not None and not self._watcher.is_alive() and not self._stop.is_set():
-            return False, "the watcher has ended"
-        return idle_s <= limit_s, f"looked at the engine {idle_s:.1f} s ago"
+        return self.watcher.live()
 
     def transition_counts(self) -> dict[tuple[str, str], int]:
         """Return how often each (phase, reason) was entered since the start."""
@@ -185,16 +191,13 @@ class Agent:
 
     def start(self) -> None:
         """Start watching the engine."""
-        self._watcher = threading.Thread(target=self._watch, name=f"watch-{self.worker}", daemon=True)
-        self._watcher.start()
+        self.watcher.start()
 
     def close(self) -> None:
         """Stop watching, and close the journal; the adapters are closed too."""
         self._stop.set()
-        if self._watcher is not None:
-            self._watcher.join(timeout=10)
-        for adapter in {id(a): a for a in (self._adapter, self._watch_adapter) if a is not None}.values():
-            adapter.close()
+        self.watcher.stop()
+        self.adapter.close()
         self.journal.close()
 
     def listen(self, listener: Callable[[Readiness], None]) -> None:
@@ -218,21 +221,6 @@ class Agent:
 
     # --- what callers ask for -------------------------------------------------------------------------------------
 
-    def poll(self) -> None:
-        """Look at the engine once and feed what was seen."""
-        adapter = self._watch_adapter if self._watch_adapter is not None else self._adapter
-        self._polled_s = self._clock()
-        if self._watch_adapter is None:
-            if not self._engine_lock.acquire(timeout=self.config.poll_interval_s):
-                # Another call holds the only connection; it feeds its own status readings. The lease goes on.
-                return
-            try:
-                self._poll(adapter)
-            finally:
-                self._engine_lock.release()
-        else:
-            self._poll(adapter)
-
     def announce(
         self, version: WeightVersion, records: Sequence[ReplayRecord] = (), *, rollback_because: str = ""
     ) -> tuple[Readiness, str]:
@@ -248,9 +236,9 @@ class Agent:
             was_ready = self.state.phase is Phase.READY
             verified_label = str(self.state.held.version) if self.state.held is not None else ""
             fence = self.state.held.fence if self.state.held is not None else None
-            # A second push of one version still follows the state that was verified before the first.
-            retried = self._old if version == self._old_before else None
-            self._old = self._verified_passes if was_ready else retried
+            # A push after a failed one still follows the state that was verified before it, if the trainer's old scores
+            # are of that state: it is the one the noise was measured at.
+            self._old = self._verified_passes if was_ready else self._old_of(version, records)
             self._old_before = version
             refused = self._refusal(self.apply(UpdateAnnounced(version, rollback_because)))
             if refused is not None:
@@ -260,7 +248,7 @@ class Agent:
         if not was_ready or fence is None:
             said = self._old_words() if self._old is not None else "not taken: the resident weights were not verified"
             return self.readiness, said
-        with self._engine_lock:
+        with self.engine_lock:
             said = self._take_old(records, verified_label, fence)
         return self.readiness, said
 
@@ -282,9 +270,9 @@ class Agent:
 
         It blocks only when it is the very manifest that the worker was proven to hold, under the same fence.
         """
-        with self._engine_lock:
+        with self.engine_lock:
             verifier = Verifier(
-                self._adapter, self.worker, seen=self._seen_now(), progress=progress or (lambda _s, _f: None)
+                self.adapter, self.worker, seen=self._seen_now(), progress=progress or (lambda _s, _f: None)
             )
             found = verifier.audit(manifest, history=self._history(manifest))
         if found.verdict.status is VerdictStatus.MISMATCH and found.fence is not None:
@@ -293,29 +281,38 @@ class Agent:
             )
         return found
 
+    def compare_again(self, manifest: Manifest) -> Verification | None:
+        """Compare in full without blocking anyone; None while another call holds the engine."""
+        if not self.engine_lock.acquire(blocking=False):
+            return None
+        try:
+            return Verifier(self.adapter, self.worker, seen=self._seen_now()).audit(manifest)
+        finally:
+            self.engine_lock.release()
+
     def layouts(self) -> Sequence[RankLayout]:
         """Return the live layouts."""
-        with self._engine_lock:
-            return self._adapter.layouts()
+        with self.engine_lock:
+            return self.adapter.layouts()
 
     def observe(self, key_seed: bytes) -> Sequence[RankObservation]:
         """Digest every rank once; judges nothing."""
-        with self._engine_lock:
-            return self._adapter.observe(key_seed)
+        with self.engine_lock:
+            return self.adapter.observe(key_seed)
 
     def status(self) -> EngineStatus:
         """Read the engine's status now and feed it."""
-        with self._engine_lock:
+        with self.engine_lock:
             began = self._clock()
-            status = self._adapter.status()
-            self._feed(status, began)
+            status = self.adapter.status()
+            self.feed(status, began)
             return status
 
     def capture(self, prompt_ids: Sequence[int], *, max_new_tokens: int, seed: int) -> ReplayRecord:
         """Generate one response and return it as a record with A."""
-        with self._engine_lock:
-            status = self._adapter.status()
-            generation = self._adapter.generate(prompt_ids, max_new_tokens=max_new_tokens, seed=seed)
+        with self.engine_lock:
+            status = self.adapter.status()
+            generation = self.adapter.generate(prompt_ids, max_new_tokens=max_new_tokens, seed=seed)
         if not generation.response_ids:
             raise ScoreError("the engine generated nothing", expected="one token or more", where=self.worker)
         return ReplayRecord(
@@ -383,10 +380,10 @@ class Agent:
     def _verify_once(self, request: VerifyRequest, progress: Callable[[str, float], None], attempt: int) -> Outcome:
         manifest = request.manifest
         began = self._clock()
-        with self._engine_lock:
+        with self.engine_lock:
             # Seen first, so that a push that finished a moment ago is not taken for one during the verification.
             try:
-                self._feed(self._adapter.status(), began)
+                self.feed(self.adapter.status(), began)
             except UnreachableError as error:
                 self.apply(EngineLost(error.text()))
             except SyncguardError as error:
@@ -394,7 +391,7 @@ class Agent:
             done = self.apply(VerifyRequested(manifest.version, manifest.manifest_id))
             refused = self._refusal(done)
             if refused is not None:
-                return self._refused(refused)
+                return Outcome(refused_manifest(self.worker, refused), self.readiness)
             ticket = self.state.ticket_count
 
             def check_cancelled() -> None:
@@ -403,7 +400,7 @@ class Agent:
                     raise Cancelled
 
             verifier = Verifier(
-                self._adapter,
+                self.adapter,
                 self.worker,
                 seen=self._seen_now(),
                 check_cancelled=check_cancelled,
@@ -412,7 +409,7 @@ class Agent:
             try:
                 found = verifier.verify(request, history=self._history(manifest), old=self._old)
             except Cancelled:
-                found = self._cancelled()
+                found = given_up(self.worker, self.state.message)
             verdict = found.verdict
             evidence = {"manifest_id": manifest.manifest_id, "attempt": attempt, **verdict.evidence}
             self.apply(
@@ -426,28 +423,6 @@ class Agent:
                 self._verdict_counts[verdict.status.value] += 1
         return Outcome(found, self.readiness)
 
-    def _cancelled(self) -> Verification:
-        state = self.state
-        finding = Finding(
-            FindingCode.UPDATE_RUNNING,
-            Severity.INCOMPLETE,
-            f"the verification was given up: {state.message}",
-            worker=self.worker,
-        )
-        return Verification(None, Verdict(VerdictStatus.INCOMPLETE, finding.text, (finding,)), raced=True)
-
-    def _refused(self, error: VersionOrderError) -> Outcome:
-        finding = Finding(
-            FindingCode.VERSION_ORDER,
-            Severity.MISMATCH,
-            error.text(),
-            worker=self.worker,
-            expected=error.expected,
-            observed=error.found,
-        )
-        verdict = Verdict(VerdictStatus.MISMATCH, error.text(), (finding,))
-        return Outcome(Verification(None, verdict), self.readiness)
-
     def _refusal(self, done: Step) -> VersionOrderError | None:
         for effect in done.effects:
             if isinstance(effect, Refuse):
@@ -457,7 +432,9 @@ class Agent:
         return None
 
     def _remember(self, manifest: Manifest, found: Verification) -> None:
+        assert found.observation is not None
         self._verified_passes = found.passes
+        self.proven = Proven(manifest, found.observation)
         self._old = None
         newest = Remembered(known_version(manifest, found.observation), manifest.key_seed_hex, manifest.algorithm)
         rest = [r for r in self._known if r.known.label != newest.known.label]
@@ -479,11 +456,11 @@ class Agent:
     def _take_old(self, records: Sequence[ReplayRecord], label: str, fence: Fence) -> str:
         try:
             began = self._clock()
-            before = self._adapter.status()
-            self._feed(before, began)
-            runner = ReplayRunner(self._adapter, worker=self.worker, vocab_size=before.vocab_size, sleep=time.sleep)
+            before = self.adapter.status()
+            self.feed(before, began)
+            runner = ReplayRunner(self.adapter, worker=self.worker, vocab_size=before.vocab_size, sleep=time.sleep)
             passes = runner.take(records, label=label, warm=0)
-            after = self._adapter.status()
+            after = self.adapter.status()
         except SyncguardError as error:
             return f"not taken: {error.text()}"
         if Fence.of(before) != fence or Fence.of(after) != fence or passes.findings:
@@ -491,25 +468,19 @@ class Agent:
         self._old = passes
         return self._old_words()
 
+    def _old_of(self, version: WeightVersion, records: Sequence[ReplayRecord]) -> Passes | None:
+        """Return the passes of the last verified state where this announcement still follows that state."""
+        old = self._old
+        if old is None or version == self._old_before:
+            return old
+        follows = records and all(record.versions.get("old") == old.label for record in records)
+        return old if follows else None
+
     def _old_words(self) -> str:
         return f"of {self._old.label}" if self._old is not None else "none"
 
-    # --- watching --------------------------------------------------------------------------------------------------
-
-    def _watch(self) -> None:
-        while not self._stop.wait(self.config.poll_interval_s):
-            self.poll()
-
-    def _poll(self, adapter: EngineAdapter) -> None:
-        began = self._clock()
-        try:
-            status = adapter.status()
-        except Exception as error:  # noqa: BLE001 - whatever an engine does, the watcher goes on
-            self.apply(EngineLost(error.text() if isinstance(error, SyncguardError) else repr(error)))
-        else:
-            self._feed(status, began)
-
-    def _feed(self, status: EngineStatus, began_s: float) -> None:
+    def feed(self, status: EngineStatus, began_s: float) -> None:
+        """Feed a status that was asked for at `began_s`."""
         with self._state_lock:
             if began_s < self._sampled_s:
                 return  # an answer that was asked for before a newer one came may be older than it
@@ -519,4 +490,4 @@ class Agent:
             self.apply(EngineSeen(Fence.of(status), updating, status.weight_version_label))
 
     def _seen_now(self) -> Callable[[EngineStatus], None]:
-        return lambda status: self._feed(status, self._clock())
+        return lambda status: self.feed(status, self._clock())

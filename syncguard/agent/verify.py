@@ -11,7 +11,7 @@ import time
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from syncguard.agent.core import Fence
+from syncguard.agent.events import Fence
 from syncguard.agent.replay_pass import Passes, ReplayRunner, evidence_of, record_key, with_passes
 from syncguard.errors import (
     EngineError,
@@ -21,6 +21,7 @@ from syncguard.errors import (
     SyncguardError,
     UnreachableError,
     UnsupportedError,
+    VersionOrderError,
 )
 from syncguard.manifest.compare import compare
 from syncguard.manifest.model import WorkerObservation
@@ -253,7 +254,11 @@ class _Run:
         self.passes = runner.take(request.records, label=status.weight_version_label, warm=warm)
         self.findings.extend(self.passes.findings)
         old = self.old
-        if old is not None and not all(record_key(record) in old.cold for record in request.records):
+        # B_old and C_old must be of one state, or their difference is no noise.
+        if old is not None and not all(
+            record_key(record) in old.cold and record.versions.get("old", old.label) == old.label
+            for record in request.records
+        ):
             old = None
         self.records = tuple(
             with_passes(record, self.passes, old, worker=self.verifier.worker) for record in request.records
@@ -364,3 +369,23 @@ def bounded(verdict: Verdict, limit: int) -> Verdict:
         findings=verdict.findings[:limit],
         evidence={**verdict.evidence, "findings_total": str(len(verdict.findings))},
     )
+
+
+def given_up(worker: str, message: str) -> Verification:
+    """Return the outcome of a verification that could no longer count."""
+    text = f"the verification was given up: {message}"
+    finding = Finding(FindingCode.UPDATE_RUNNING, Severity.INCOMPLETE, text, worker=worker)
+    return Verification(None, Verdict(VerdictStatus.INCOMPLETE, text, (finding,)), raced=True)
+
+
+def refused_manifest(worker: str, error: VersionOrderError) -> Verification:
+    """Return the outcome for a manifest that is wrong, whatever the worker holds."""
+    finding = Finding(
+        FindingCode.VERSION_ORDER,
+        Severity.MISMATCH,
+        error.text(),
+        worker=worker,
+        expected=error.expected,
+        observed=error.found,
+    )
+    return Verification(None, Verdict(VerdictStatus.MISMATCH, error.text(), (finding,)))

@@ -55,7 +55,9 @@ BF16_FIRST_LIMIT_NATS = 0.05
 
 def demo(
     engine: Annotated[Engine, typer.Option(help="Embedded engine, or a real SGLang server.")] = Engine.LOCAL,
-    tp: Annotated[int, typer.Option(min=1, max=8, help="Tensor-parallel ranks.")] = 0,
+    tp: Annotated[
+        int | None, typer.Option(min=1, max=8, help="Tensor-parallel ranks; embedded 2 and SGLang 1 if unset.")
+    ] = None,
     dtype: Annotated[DemoDType, typer.Option(help="fp32 shows B-C near 1e-6; bf16 shows real noise.")] = DemoDType.FP32,
     size: Annotated[DemoSize, typer.Option(help="Size of the model.")] = DemoSize.TINY,
     push: Annotated[DemoPush, typer.Option(help="How complete pushes travel.")] = DemoPush.TENSORS,
@@ -69,11 +71,11 @@ def demo(
 
     Exit code 0 when every step came out as it must, 10 when one did not.
     """
-    tp = tp or (2 if engine is Engine.LOCAL else 1)
+    ranks = tp or (2 if engine is Engine.LOCAL else 1)
     with tempfile.TemporaryDirectory(prefix="syncguard-demo-") as folder:
         results, description = _run(
             engine,
-            tp=tp,
+            tp=ranks,
             dtype=_DTYPES[dtype],
             size=size.value,
             push=push.value,

@@ -16,10 +16,9 @@ from syncguard.cli.demo.trainer import Trainer, balanced_rewards
 from syncguard.export.stream import ManifestBuilder
 from syncguard.gate.client import WorkerVerdict
 from syncguard.gate.controller import Gate
-from syncguard.manifest.model import Changed, Manifest
+from syncguard.manifest.model import Manifest
 from syncguard.manifest.verdict import Finding, FindingCode, ReadinessState
-from syncguard.replay import ReplayPolicy, ReplayRecord, c_key
-from syncguard.replay.diagnose import Diagnosis, diagnose
+from syncguard.replay import Diagnosis, ReplayPolicy, ReplayRecord, c_key, diagnose
 from syncguard.replay.record import A
 from syncguard.spec import WeightVersion
 
@@ -115,9 +114,7 @@ class Loop:
     number: int = 0
     boxes: dict[str, tuple[Box, ...]] = field(default_factory=dict)
     batch: tuple[ReplayRecord, ...] = ()
-    base: ReplayRecord | None = None
     changed: frozenset[str] = frozenset()
-    unchanged: frozenset[str] = frozenset()
     held: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def run(self) -> Iterator[StepResult]:
@@ -167,26 +164,23 @@ class Loop:
         weights = self.trainer.export()
         push_s = self.push_whole(weights, str(version))
         self.boxes = self.gate.boxes()
-        self.say("T0: generate the responses that the trainer learns from; the first is carried along")
-        self.batch = tuple(self.capture(seed) for seed in (1, 2))
-        record = self.batch[0]
-        self.base = self.with_trainer_scores(record, "old")
+        self.generate()
+        record = _bare(self.carried)
         return self.judge(
             step, version, self.manifest(version, weights), self.with_trainer_scores(record, "new"), push_s
         )
 
     def update(self, step: Step, *, push: str = "whole") -> StepResult:
         """Take an optimizer step, push it well or badly, and judge."""
-        assert self.base is not None
         self.number += 1
         version = WeightVersion(RUN_ID, self.number)
         step = replace(step, does=step.does.replace("{n}", str(self.number)))
         self.say(f"T{self.number}: optimizer step")
-        before = self.base
+        before = self.carried
         # The sign of the two rewards alternates, so that the policy moves at each step and drifts nowhere.
         rewards = balanced_rewards(len(self.batch))
         report = self.trainer.train_step(self.batch, rewards if self.number % 2 else rewards[::-1])
-        self.changed, self.unchanged = frozenset(report.changed), frozenset(report.unchanged)
+        self.changed = frozenset(report.changed)
         weights = self.trainer.export()
         changed = frozenset(name for name, tensor in weights.items() if not _equal_bits(tensor, self.held.get(name)))
         self.say(f"T{self.number}: {step.does}")
@@ -210,7 +204,7 @@ class Loop:
         record = self.with_trainer_scores(before, "new")
         result = self.judge(step, version, self.manifest(version, weights), record, push_s, held_back)
         if result.outcome.readiness.state is ReadinessState.READY:
-            self.base = self.with_trainer_scores(_bare(before), "old")
+            self.generate()
         return result
 
     def case_1(self) -> StepResult:
@@ -240,7 +234,7 @@ class Loop:
         version = WeightVersion(RUN_ID, self.number)
         self.say(f"T{self.number}: {step.does}")
         weights = self.trainer.export()
-        self.changed, self.unchanged = frozenset(), frozenset(weights)
+        self.changed = frozenset()
         self.gate.before_push(version)
         push_s = self.push_whole(weights, str(version))
         record = self.with_trainer_scores(self.capture(self.number), "new")
@@ -289,11 +283,21 @@ class Loop:
 
     def manifest(self, version: WeightVersion, weights: Weights) -> Manifest:
         """Digest the export, with the boxes of the worker's ranks as parts, so that a rank can be named."""
-        builder = ManifestBuilder(version, boxes=self.boxes, source="demo trainer")
+        builder = ManifestBuilder(version)
         for name, tensor in weights.items():
-            claim = Changed.CHANGED if name in self.changed else Changed.UNKNOWN
-            builder.add(name, tensor, changed=Changed.UNCHANGED if name in self.unchanged else claim)
-        return builder.build()
+            builder.add(name, tensor, boxes=self.boxes.get(name, ()))
+        return builder.build(changed=self.changed if self.number else None, source="demo trainer")
+
+    @property
+    def carried(self) -> ReplayRecord:
+        """The response that is carried across the next update: generated at the last proven version, with C_old."""
+        return self.batch[0]
+
+    def generate(self) -> None:
+        """Let the worker generate what the trainer learns from next; the first response is carried along."""
+        self.say(f"T{self.number}: generate")
+        first, second = (self.capture(2 * self.number + i) for i in (1, 2))
+        self.batch = (self.with_trainer_scores(first, "old"), second)
 
     def capture(self, seed: int) -> ReplayRecord:
         """Let the worker generate one response with A."""
@@ -309,7 +313,7 @@ _STALE = {FindingCode.STALE, FindingCode.REPLICA_DIFFERS}
 
 
 def _bare(record: ReplayRecord) -> ReplayRecord:
-    """Return the record with A only: its other scores are of an earlier update."""
+    """Return the record with A only."""
     return replace(record, scores={A: record.scores[A]})
 
 
@@ -346,7 +350,7 @@ def _unexpected(result: StepResult, tp: int) -> Iterator[str]:
     if step.name == "one rank" and ranks != {f"tp1/{tp}"}:
         yield f"blamed {sorted(ranks)} instead of rank 1"
     if step.side and (result.diagnosis is None or result.diagnosis.side != step.side):
-        found = f"{result.diagnosis.kind.value} on {result.diagnosis.side}" if result.diagnosis else "none"
+        found = "none" if result.diagnosis is None else f"{result.diagnosis.kind.value} on {result.diagnosis.side}"
         yield f"diagnosis {found} instead of a fault on {step.side}"
 
 
