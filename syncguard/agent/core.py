@@ -2,9 +2,10 @@
 
     UNKNOWN ──► UPDATING ──► INSTALLED ──► VERIFYING ──► READY / BLOCKED
 
-READY is granted by one event only, `VerifyFinished` with a MATCH, and only when its ticket is the running one and its
-fence (engine incarnation and update epoch of every rank) is the fence last seen. Everything else can only take READY
-away. A late verdict, of an older ticket or another fence, changes nothing.
+READY is granted by `VerifyFinished` with a MATCH, and only when its ticket is the running one and its fence (engine
+incarnation and update epoch of every rank) is the fence last seen. A lease that lapsed in a silence of the engine is
+given back by `Reproved` under the very same fence. Everything else can only take READY away. A late verdict, of an older
+ticket or another fence, changes nothing.
 """
 
 from __future__ import annotations
@@ -13,11 +14,26 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import TYPE_CHECKING, TypeAlias
 
+from syncguard.agent.events import (
+    Begin,
+    Cancel,
+    Effect,
+    EngineLost,
+    EngineSeen,
+    Event,
+    EvidenceAgainst,
+    Fence,
+    Refuse,
+    Reproved,
+    Ticket,
+    UpdateAnnounced,
+    VerifyFinished,
+    VerifyRequested,
+)
 from syncguard.manifest.verdict import Readiness, ReadinessState, VerdictStatus
-from syncguard.spec import WeightVersion
 
 if TYPE_CHECKING:
-    from syncguard.engines.base import EngineStatus
+    from syncguard.spec import WeightVersion
 
 _RUNS_REMEMBERED = 16
 
@@ -41,120 +57,10 @@ class Phase(str, Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Fence:
-    """Identity of one state of the engine's memory; equal fences mean that no update finished in between.
-
-    Attributes:
-        ranks: Per rank its name, incarnation and update epoch, sorted by name.
-        expected_ranks: Ranks that the engine says it has.
-    """
-
-    ranks: tuple[tuple[str, str, int], ...]
-    expected_ranks: int
-
-    @classmethod
-    def of(cls, status: EngineStatus) -> Fence:
-        """Take the fence out of a status."""
-        return cls(tuple(sorted((str(r.rank), r.incarnation, r.epoch) for r in status.ranks)), status.expected_ranks)
-
-    def difference(self, other: Fence) -> str:
-        """Return the stable word for what changed from here to `other`; empty when nothing did."""
-        if self == other:
-            return ""
-        if (self.expected_ranks, [r[0] for r in self.ranks]) != (other.expected_ranks, [r[0] for r in other.ranks]):
-            return "ranks_changed"
-        if [r[1] for r in self.ranks] != [r[1] for r in other.ranks]:
-            return "engine_restarted"
-        return "update_unannounced"
-
-    def __str__(self) -> str:
-        """Return `tp0/1 1f3a#4`, one part a rank."""
-        return ", ".join(f"{rank} {incarnation[:8]}#{epoch}" for rank, incarnation, epoch in self.ranks) or "no rank"
-
-
-@dataclass(frozen=True, slots=True)
-class EngineSeen:
-    """A poll that the engine answered."""
-
-    fence: Fence
-    updating: bool
-    label: str
-
-
-@dataclass(frozen=True, slots=True)
-class EngineLost:
-    """A poll that the engine did not answer, or not in full."""
-
-    why: str
-
-
-@dataclass(frozen=True, slots=True)
-class UpdateAnnounced:
-    """The trainer is about to push; `rollback_because` names why the version may go back."""
-
-    version: WeightVersion
-    rollback_because: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class VerifyRequested:
-    """The trainer says that a push is over and how the weights should look."""
-
-    version: WeightVersion
-    manifest_id: str
-
-
-@dataclass(frozen=True, slots=True)
-class VerifyFinished:
-    """A verification is over.
-
-    Attributes:
-        ticket: The ticket under which it began.
-        fence: Fence that held from its first to its last reading; None when the engine changed meanwhile.
-        status: Status of the whole verdict, digest and replay together.
-        reason: Stable word, such as `verified` or the code of the gravest finding.
-        message: One sentence.
-    """
-
-    ticket: int
-    fence: Fence | None
-    status: VerdictStatus
-    reason: str
-    message: str
-
-
-@dataclass(frozen=True, slots=True)
-class EvidenceAgainst:
-    """A scrub, or an audit by the very manifest that made the worker ready, found a difference under this fence."""
-
-    fence: Fence
-    manifest_id: str
-    reason: str
-    message: str
-
-
-@dataclass(frozen=True, slots=True)
-class Tick:
-    """Time went by; a lease may be over."""
-
-
-Event: TypeAlias = EngineSeen | EngineLost | UpdateAnnounced | VerifyRequested | VerifyFinished | EvidenceAgainst | Tick
-
-
-@dataclass(frozen=True, slots=True)
 class Held:
     """What a READY worker was proven to hold."""
 
     fence: Fence
-    version: WeightVersion
-    manifest_id: str
-
-
-@dataclass(frozen=True, slots=True)
-class Ticket:
-    """The one running verification; a newer one supersedes it."""
-
-    number: int
     version: WeightVersion
     manifest_id: str
 
@@ -177,6 +83,7 @@ class AgentState:
         running: The running verification.
         held: What was proven, while READY.
         lease_until_s: When READY ends unless the engine answers before.
+        lapsed: What was proven before a silence outlasted the lease, until anything else happens.
     """
 
     phase: Phase = Phase.UNKNOWN
@@ -192,6 +99,7 @@ class AgentState:
     running: Ticket | None = None
     held: Held | None = None
     lease_until_s: float = 0.0
+    lapsed: Held | None = None
 
     @property
     def version(self) -> WeightVersion | None:
@@ -200,6 +108,8 @@ class AgentState:
             return self.held.version
         if self.running is not None:
             return self.running.version
+        if self.lapsed is not None:
+            return self.lapsed.version
         return self.announced or (self.accepted[-1][0] if self.accepted else None)
 
     @property
@@ -220,34 +130,6 @@ class CoreConfig:
     """
 
     lease_s: float = 5.0
-
-
-@dataclass(frozen=True, slots=True)
-class Begin:
-    """Start the verification of this ticket."""
-
-    ticket: Ticket
-
-
-@dataclass(frozen=True, slots=True)
-class Cancel:
-    """The verification of this ticket can no longer count; stop it when convenient."""
-
-    ticket: int
-    because: str
-
-
-@dataclass(frozen=True, slots=True)
-class Refuse:
-    """The request is wrong, whatever the engine holds; parts of a `VersionOrderError`."""
-
-    what: str
-    expected: str
-    found: str
-    todo: str
-
-
-Effect: TypeAlias = Begin | Cancel | Refuse
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,6 +173,8 @@ def step(state: AgentState, event: Event, now_s: float, config: CoreConfig | Non
         after, effects, why = _finished(state, event, now_s, rules)
     elif isinstance(event, EvidenceAgainst):
         after, effects, why = _against(state, event)
+    elif isinstance(event, Reproved):
+        after, effects, why = _reproved(state, event, now_s, rules)
     else:
         after, effects, why = _expired(state, now_s)
     moved = (after.phase, after.reason, after.version) != (state.phase, state.reason, state.version)
@@ -306,7 +190,7 @@ _Outcome: TypeAlias = "tuple[AgentState, tuple[Effect, ...], str]"
 def _to(state: AgentState, phase: Phase, reason: str, message: str) -> _Outcome:
     """Leave for a phase in which nothing is proven and nothing runs."""
     cancelled: tuple[Effect, ...] = (Cancel(state.running.number, reason),) if state.running is not None else ()
-    after = replace(state, phase=phase, reason=reason, message=message, running=None, held=None)
+    after = replace(state, phase=phase, reason=reason, message=message, running=None, held=None, lapsed=None)
     return after, cancelled, reason
 
 
@@ -358,7 +242,7 @@ def _lost(state: AgentState, event: EngineLost, now_s: float) -> _Outcome:
         return _expired(state, now_s) if now_s >= state.lease_until_s else (state, (), "engine_silent")
     if state.phase is Phase.VERIFYING:
         return state, (), "engine_silent"  # the verification meets the same silence and reports it as its finding
-    if state.reason == "engine_lost" or state.phase is Phase.BLOCKED:
+    if state.reason == "engine_lost" or state.lapsed is not None or state.phase is Phase.BLOCKED:
         return state, (), state.reason
     return _to(state, Phase.UNKNOWN, "engine_lost", f"the engine does not answer: {event.why}")
 
@@ -370,7 +254,28 @@ def _expired(state: AgentState, now_s: float) -> _Outcome:
 
 
 def _lease_over(state: AgentState) -> _Outcome:
-    return _to(state, Phase.UNKNOWN, "lease_expired", "the engine did not answer within the lease; verify again")
+    words = "the engine did not answer within the lease; to be compared again when it does"
+    after, effects, why = _to(state, Phase.UNKNOWN, "lease_expired", words)
+    return replace(after, lapsed=state.held), effects, why
+
+
+def _reproved(state: AgentState, event: Reproved, now_s: float, rules: CoreConfig) -> _Outcome:
+    """Give READY back: same processes, same epoch, same bytes as when digest and replay were proven."""
+    lapsed = state.lapsed
+    if lapsed is None or (lapsed.fence, lapsed.manifest_id) != (event.fence, event.manifest_id):
+        return state, (), "late_evidence"
+    if state.seen != lapsed.fence or state.updating or state.label != str(lapsed.version):
+        return state, (), "late_evidence"
+    ready = replace(
+        state,
+        phase=Phase.READY,
+        reason="reproved",
+        message=event.message,
+        held=lapsed,
+        lapsed=None,
+        lease_until_s=now_s + rules.lease_s,
+    )
+    return ready, (), "reproved"
 
 
 def _announced(state: AgentState, event: UpdateAnnounced) -> _Outcome:
@@ -445,7 +350,7 @@ def _finished(state: AgentState, event: VerifyFinished, now_s: float, rules: Cor
 
 
 def _against(state: AgentState, event: EvidenceAgainst) -> _Outcome:
-    held = state.held
+    held = state.held if state.held is not None else state.lapsed
     if held is None or held.fence != event.fence or held.manifest_id != event.manifest_id:
         return state, (), "late_evidence"
     return _to(state, Phase.BLOCKED, event.reason, event.message)

@@ -1,0 +1,169 @@
+"""The watcher: looks at the engine at a stated interval, scrubs resident memory, and proves again after a silence.
+
+A poll asks for identity and update epoch only. A scrub digests what a READY worker holds and compares it with what was
+proven, so that bytes that change without an update are found. After a silence of the engine that outlasted the lease,
+a full comparison at the very same fence gives READY back without a new push.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from typing import TYPE_CHECKING
+
+from syncguard.agent.events import EngineLost, EvidenceAgainst, Fence, Reproved, Tick
+from syncguard.agent.verify import Verifier, gravest_code
+from syncguard.errors import SyncguardError
+from syncguard.manifest.verdict import FindingCode, VerdictStatus
+
+if TYPE_CHECKING:
+    from syncguard.agent.host import Agent
+    from syncguard.engines.base import EngineAdapter
+    from syncguard.manifest.model import WorkerObservation
+
+log = logging.getLogger("syncguard.agent")
+_STUCK_S = 60.0
+
+
+class Watcher:
+    """The watching thread of one agent.
+
+    Args:
+        agent: The agent.
+        adapter: A second connection for polls, so that a long call does not hide the engine; None shares the agent's,
+            and polls then wait for it.
+    """
+
+    def __init__(self, agent: Agent, adapter: EngineAdapter | None) -> None:
+        """Prepare; `start` begins."""
+        self._agent = agent
+        self._adapter = adapter
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._looked_s = agent.now_s()
+        self._scrubbed_s = agent.now_s()
+
+    def start(self) -> None:
+        """Begin."""
+        self._thread = threading.Thread(target=self._run, name=f"watch-{self._agent.worker}", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End, after a poll that is under way."""
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join(timeout=10)
+        if self._adapter is not None:
+            self._adapter.close()
+
+    def live(self) -> tuple[bool, str]:
+        """Return whether the watcher does its work, and in words what it did last."""
+        idle_s = self._agent.now_s() - self._looked_s
+        if self._thread is not None and not self._thread.is_alive() and not self._stop.is_set():
+            return False, "the watcher has ended"
+        limit_s = 10 * self._agent.config.poll_interval_s + _STUCK_S
+        return idle_s <= limit_s, f"looked at the engine {idle_s:.1f} s ago"
+
+    def _run(self) -> None:
+        while not self._stop.wait(self._agent.config.poll_interval_s):
+            self._round()
+
+    def _round(self) -> None:
+        every_s = self._agent.config.scrub_interval_s
+        try:
+            self.poll()
+            self.reprove()
+            if every_s and self._agent.now_s() - self._scrubbed_s >= every_s:
+                self.scrub()
+        except Exception:
+            log.exception("%s: watching failed", self._agent.worker)
+
+    def poll(self) -> None:
+        """Look at the engine once and feed what was seen."""
+        agent = self._agent
+        self._looked_s = agent.now_s()
+        if self._adapter is not None:
+            self._poll(self._adapter)
+        elif agent.engine_lock.acquire(timeout=agent.config.poll_interval_s):
+            try:
+                self._poll(agent.adapter)
+            finally:
+                agent.engine_lock.release()
+        # else: a call holds the only connection; it feeds the status readings that it makes itself.
+
+    def _poll(self, adapter: EngineAdapter) -> None:
+        agent = self._agent
+        began_s = agent.now_s()
+        try:
+            status = adapter.status()
+        except Exception as error:  # noqa: BLE001 - whatever an engine does, the watcher goes on
+            agent.apply(EngineLost(error.text() if isinstance(error, SyncguardError) else repr(error)))
+        else:
+            agent.feed(status, began_s)
+        agent.apply(Tick())
+
+    def scrub(self) -> None:
+        """Digest what a READY worker holds, and block it when anything differs from what was proven."""
+        agent = self._agent
+        self._scrubbed_s = agent.now_s()
+        held, proven = agent.state.held, agent.proven
+        if held is None or proven is None or proven.manifest.manifest_id != held.manifest_id:
+            return
+        verifier = Verifier(agent.adapter, agent.worker)
+        with agent.engine_lock:
+            began_s = agent.now_s()
+            try:
+                status = agent.adapter.status()
+                agent.feed(status, began_s)
+                observed = verifier.observe(status, proven.manifest.key_seed)
+            except SyncguardError as error:
+                log.info("%s: no scrub: %s", agent.worker, error)
+                return
+        different = difference(proven.observation, observed)
+        if different:
+            agent.apply(
+                EvidenceAgainst(
+                    Fence.of(status),
+                    held.manifest_id,
+                    FindingCode.UNKNOWN_CONTENT.value,
+                    f"a scrub found bytes that no update wrote: {different}",
+                ),
+                {"scrub": different},
+            )
+
+    def reprove(self) -> None:
+        """After a silence that outlasted the lease, compare in full; the same fence and a MATCH give READY back."""
+        agent = self._agent
+        lapsed, proven = agent.state.lapsed, agent.proven
+        if lapsed is None or proven is None or proven.manifest.manifest_id != lapsed.manifest_id:
+            return
+        if agent.state.seen != lapsed.fence or agent.state.updating:
+            return
+        found = agent.compare_again(proven.manifest)
+        if found is None:
+            return
+        if found.verdict.status is VerdictStatus.MATCH and found.fence is not None:
+            agent.apply(
+                Reproved(found.fence, lapsed.manifest_id, f"silent for a while; {found.verdict.reason}"),
+                dict(found.verdict.evidence),
+            )
+        elif found.verdict.status is VerdictStatus.MISMATCH and found.fence is not None:
+            reason = gravest_code(found.verdict)
+            agent.apply(EvidenceAgainst(found.fence, lapsed.manifest_id, reason, found.verdict.reason))
+
+
+def difference(proven: WorkerObservation, observed: WorkerObservation) -> str:
+    """Return in words where two observations at one fence differ; empty when they are equal."""
+    layouts = {layout.fingerprint: layout for layout in observed.layouts}
+    before = {rank.rank: rank for rank in proven.ranks}
+    for rank in observed.ranks:
+        was = before.get(rank.rank)
+        if was is None or was.layout_fingerprint != rank.layout_fingerprint:
+            return f"rank {rank.rank} has another layout"
+        bindings = layouts[rank.layout_fingerprint].bindings if rank.layout_fingerprint in layouts else ()
+        for binding, old, new in zip(bindings, was.partials, rank.partials, strict=False):
+            if old != new:
+                return f"{binding.shard.tensor.fqn} {binding.shard.box} in {binding.resident} of rank {rank.rank}"
+        if (was.partials, was.paddings, was.derived) != (rank.partials, rank.paddings, rank.derived):
+            return f"padding or derived state of rank {rank.rank}"
+    return "" if len(observed.ranks) == len(proven.ranks) else "another number of ranks"
