@@ -356,10 +356,16 @@ class _Judgement:
         if self.dropped:
             said += f", {self.dropped} outlier tokens left out by policy (worst {self.whole_gap.maximum:.4g})"
         if gap >= self.limit:
-            tail = find_tail(
-                (self.b_new - self.c_new)[self.active], limit_nats=self.limit, tolerance_nats=5 * self.limit
-            )
-            return ReplayStatus.FAIL, "disagreement" if tail is None else "outlier", said
+            delta = (self.b_new - self.c_new)[self.active]
+            if find_tail(delta, limit_nats=self.limit, tolerance_nats=5 * self.limit) is not None:
+                return ReplayStatus.FAIL, "outlier", f"{said}: single tokens differ, the others agree"
+            if self.base_agrees and power.sees:
+                return (
+                    ReplayStatus.FAIL,
+                    "partial update",
+                    f"{said}, and T0 agreed: part of the update is missing or wrong",
+                )
+            return ReplayStatus.FAIL, "disagreement", said
         if power.change_mae_nats is None:
             return ReplayStatus.NO_POWER, "", f"{said}; without B_old and C_old a stale worker might look the same"
         if not power.sees:
