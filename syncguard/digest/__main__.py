@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 from syncguard.digest.select import available_engines
-from syncguard.digest.vectors import check_file
+from syncguard.digest.vectors import check_vectors, read_vectors
 from syncguard.errors import ExitCode, SyncguardError
 
 _USAGE = "usage: python -m syncguard.digest VECTORS.json ...\n"
@@ -17,19 +17,18 @@ def main(arguments: list[str]) -> int:
     if not arguments or arguments[0].startswith("-"):
         sys.stderr.write(_USAGE)
         return int(ExitCode.USAGE)
-    engines = available_engines()
-    passed = failed = 0
     try:
-        for argument in arguments:
-            for outcome in check_file(Path(argument), engines):
-                passed, failed = passed + (not outcome.problem), failed + bool(outcome.problem)
-                if outcome.problem:
-                    sys.stdout.write(f"FAILED {outcome.name}: {outcome.problem}\n")
+        files = [read_vectors(Path(argument)) for argument in arguments]
+        engines = available_engines()
+        outcomes = [outcome for vectors in files for outcome in check_vectors(vectors, engines)]
     except SyncguardError as error:
         sys.stderr.write(f"{error.code}: {error}\n")
         return int(error.exit_code)
-    sys.stdout.write(f"engines: {' '.join(engine.name for engine in engines)}\n{passed} passed, {failed} failed\n")
-    return int(ExitCode.OK if passed and not failed else ExitCode.MISMATCH)
+    failed = [outcome for outcome in outcomes if outcome.problem]
+    sys.stdout.writelines(f"FAILED {outcome.name}: {outcome.problem}\n" for outcome in failed)
+    sys.stdout.write(f"engines: {' '.join(engine.name for engine in engines)}\n")
+    sys.stdout.write(f"{len(outcomes) - len(failed)} passed, {len(failed)} failed\n")
+    return int(ExitCode.MISMATCH if failed else ExitCode.OK)
 
 
 if __name__ == "__main__":

@@ -8,15 +8,26 @@ from __future__ import annotations
 
 import os
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise, product
+from math import prod
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 
 from syncguard.digest import cpu_kernels, cpu_keys, cpu_loops
 from syncguard.digest.keys import key_tables
-from syncguard.digest.partial import DEFAULT_KEY_SEED, PRIME, DigestJob, KeySeed, PartialDigest, as_array, with_rows
+from syncguard.digest.partial import (
+    DEFAULT_KEY_SEED,
+    DigestJob,
+    KeySeed,
+    PartialDigest,
+    as_array,
+    check_seed,
+    with_rows,
+)
+from syncguard.errors import DigestInputError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -53,11 +64,13 @@ def panels_of(address: int, strides: tuple[int, ...], job: DigestJob) -> list[Pa
         strides: Bytes per step, one per dimension of the view.
         job: The job, for sizes, shape and box.
     """
-    if not job.box.count:
+    itemsize, sizes = job.dtype.itemsize_bytes, job.box.sizes
+    count = prod(sizes)
+    if not count:
         return []
-    itemsize = job.dtype.itemsize_bytes
+    if len(sizes) == 1 and count * itemsize <= _PIECE_BYTES:  # the short way for the many small ones
+        return [Panel(address, 1, count, 0, strides[0], 0, 1, job.box.offsets[0], itemsize)]
     shape, offsets = with_rows(job.shape, job.box)
-    sizes = job.box.sizes
     columns, column_stride = (sizes[-1], strides[-1]) if sizes else (1, itemsize)
     row, step = 0, 1
     leading: list[tuple[int, int, int]] = []  # (size, stride, row step), innermost first
@@ -130,42 +143,109 @@ class NumbaEngine:
 
     def partials(self, jobs: Sequence[DigestJob], *, key_seed: KeySeed = DEFAULT_KEY_SEED) -> list[PartialDigest]:
         """Return one partial digest per job; see `DigestEngine.partials`."""
-        keys = _expanded(key_seed)
+        check_seed(key_seed)
+        return self.plan(jobs).partials(key_seed=key_seed)
+
+    def plan(self, jobs: Sequence[DigestJob]) -> DigestPlan:
+        """Check the jobs once, for many runs over memory that stays in place.
+
+        Raises:
+            DigestInputError: See `DigestEngine.partials`.
+        """
         panels: list[Panel] = []
         owners: list[int] = []
-        keep = []
+        views = []
         for index, job in enumerate(jobs):
-            array = as_array(job)
-            keep.append(array)
-            found = panels_of(array.__array_interface__["data"][0], array.strides, job)
+            view, address, strides = _memory_of(job)
+            views.append(view)
+            found = panels_of(address, strides, job)
             panels += found
             owners += [index] * len(found)
-        data, coverage = self._run(np.array(panels, np.int64).reshape(-1, len(Panel._fields)), keys)
-        sums = [(0, 0)] * len(jobs)
-        for owner, c, d in zip(owners, coverage.tolist(), data.tolist(), strict=True):
-            sums[owner] = (sums[owner][0] + c, sums[owner][1] + d)
-        return [PartialDigest(job.box.count, c % PRIME, d % PRIME) for job, (c, d) in zip(jobs, sums, strict=True)]
+        table = np.array(panels, np.int64).reshape(-1, len(Panel._fields))
+        counts = tuple(job.box.count for job in jobs)
+        return DigestPlan(table, np.array(owners, np.int64), counts, tuple(views), _addresses(views), self.threads)
 
-    def _run(self, panels: np.ndarray[Any, Any], keys: U64Array) -> tuple[U64Array, U64Array]:
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DigestPlan:
+    """Checked jobs over memory that stays in place, ready to be read again and again.
+
+    It keeps the views alive. A view that was pointed elsewhere, or freed, since the plan was made is noticed at each
+    run; a *parameter* that was replaced is not, when the plan holds the tensor that was there before. Make a new plan
+    after anything that may replace parameters.
+    """
+
+    panels: np.ndarray[Any, np.dtype[np.int64]]
+    owners: np.ndarray[Any, np.dtype[np.int64]]
+    counts: tuple[int, ...]
+    views: tuple[Any, ...]
+    addresses: tuple[int, ...]
+    threads: int
+
+    def partials(self, *, key_seed: KeySeed = DEFAULT_KEY_SEED) -> list[PartialDigest]:
+        """Read the memory; return one partial digest per job.
+
+        Raises:
+            DigestInputError: The seed is not a key seed, or a view has moved since the plan was made.
+        """
+        coverage, data = self.sums(key_seed=key_seed)
+        return [PartialDigest(*sums) for sums in zip(self.counts, coverage.tolist(), data.tolist(), strict=True)]
+
+    def sums(self, *, key_seed: KeySeed = DEFAULT_KEY_SEED) -> tuple[U64Array, U64Array]:
+        """Read the memory; return coverage and data sums as arrays, u64[number of jobs] each.
+
+        Raises:
+            DigestInputError: See `partials`.
+        """
+        keys = _expanded(check_seed(key_seed))
+        if _addresses(self.views) != self.addresses:
+            raise DigestInputError(
+                "memory moved since the plan was made",
+                expected="views at their old addresses",
+                found="another address",
+                todo="make a new plan",
+            )
         loops = cpu_loops.inner_loops()
-        data, coverage = np.zeros(len(panels), np.uint64), np.zeros(len(panels), np.uint64)
-        cpu_keys.cover(panels, keys, coverage)
-        sizes = np.cumsum(panels[:, 1] * panels[:, 2] * panels[:, 8])
-        if self.threads == 1 or len(panels) <= 1 or sizes[-1] < _THREADED_BYTES:
-            cpu_kernels.run(panels, 0, len(panels), keys, loops, data)
-            return data, coverage
-        shares = min(8 * self.threads, len(panels))
+        coverage, data = np.zeros(len(self.counts), np.uint64), np.zeros(len(self.counts), np.uint64)
+        per_panel = np.zeros(len(self.panels), np.uint64)
+        cpu_keys.cover(self.panels, keys, per_panel)
+        cpu_keys.gather(self.owners, per_panel, coverage)
+        self._read(keys, loops, per_panel)
+        cpu_keys.gather(self.owners, per_panel, data)
+        return coverage, data
+
+    def _read(self, keys: U64Array, loops: int, data: U64Array) -> None:
+        """Fill the data sums of the panels, with several threads when there is enough to read."""
+        sizes = np.cumsum(self.panels[:, 1] * self.panels[:, 2] * self.panels[:, 8])
+        if self.threads == 1 or len(self.panels) <= 1 or sizes[-1] < _THREADED_BYTES:
+            cpu_kernels.run(self.panels, 0, len(self.panels), keys, loops, data)
+            return
+        shares = min(8 * self.threads, len(self.panels))
         edges = np.searchsorted(sizes, np.arange(1, shares) * (sizes[-1] // shares)).tolist()
-        edges = [0, *edges, len(panels)]
+        edges = [0, *edges, len(self.panels)]
         with ThreadPoolExecutor(self.threads, thread_name_prefix="syncguard-digest") as pool:
             tasks = [
-                pool.submit(cpu_kernels.run, panels, first, stop, keys, loops, data)
+                pool.submit(cpu_kernels.run, self.panels, first, stop, keys, loops, data)
                 for first, stop in pairwise(edges)
                 if first < stop
             ]
             for task in tasks:
                 task.result()
-        return data, coverage
+
+
+def _memory_of(job: DigestJob) -> tuple[Any, int, tuple[int, ...]]:
+    """Return what holds the memory of a checked view, its address, and its strides in bytes."""
+    if isinstance(job.view, np.ndarray | np.generic):
+        array = as_array(job)
+        return array, array.__array_interface__["data"][0], array.strides
+    from syncguard.digest.torch_path import host_memory
+
+    return (job.view, *host_memory(job))
+
+
+def _addresses(views: Sequence[Any]) -> tuple[int, ...]:
+    """Return the addresses of the torch tensors among the views; arrays cannot be pointed elsewhere."""
+    return tuple(view.data_ptr() for view in views if not isinstance(view, np.ndarray))
 
 
 def _default_threads() -> int:

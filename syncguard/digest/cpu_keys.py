@@ -147,3 +147,16 @@ def cover(panels: Any, keys: Any, coverage: Any) -> None:
                 row_sum = add(row_sum, key_of(keys, 1, row + r * row_step))
         column_sum = subtract(_columns_sum(keys, column + columns, size), _columns_sum(keys, column, size))
         coverage[n] = multiply(row_sum, column_sum)
+
+
+@compiled
+def gather(owners: Any, values: Any, sums: Any) -> None:
+    """Add values modulo p into the sums of their owners.
+
+    Args:
+        owners: i64[n], indices into `sums`.
+        values: u64[n] below p.
+        sums: u64[m] below p, changed.
+    """
+    for n in range(owners.shape[0]):
+        sums[owners[n]] = add(sums[owners[n]], values[n])

@@ -57,8 +57,9 @@ def _data_sum(array: np.ndarray[Any, Any], job: DigestJob, tables: KeyTables) ->
         for index, offset, length in zip(local, offsets[:-1], shape[:-1], strict=True):
             rows = rows * np.uint64(length) + (index + offset).astype(np.uint64)
         row_sums = np.zeros(len(rows), np.uint64)
+        picked: tuple[Any, ...] = local
         for column in range(0, columns, column_block):
-            block = np.ascontiguousarray(array[(*local, slice(column, column + column_block))])
+            block = np.ascontiguousarray(array[(*picked, slice(column, column + column_block))])
             first = (offsets[-1] + column) * itemsize
             positions = np.arange(first, first + block.shape[1] * itemsize, dtype=np.uint64)
             row_sums = reduce_mod_p(row_sums + _row_sums(block.view(np.uint8), tables.byte_keys(positions)))
@@ -72,5 +73,5 @@ def _row_sums(raw: np.ndarray[Any, np.dtype[np.uint8]], keys: U64Array) -> U64Ar
     Keys are split in 32 low and 29 high bits, so a sum of 2^20 products with a byte stays below 2^60.
     """
     wide = raw.astype(np.uint64)
-    low, high = wide @ (keys & _MASK_32), wide @ (keys >> _32)
-    return reduce_mod_p(reduce_mod_p(low) + mul_mod_p(reduce_mod_p(high), np.uint64(1) << _32))
+    low, high = reduce_mod_p(wide @ (keys & _MASK_32)), reduce_mod_p(wide @ (keys >> _32))
+    return reduce_mod_p(low + mul_mod_p(high, np.full_like(high, 1 << 32)))

@@ -21,8 +21,8 @@ _BLOCK_BYTES: Final = 1 << 20
 def storage_digest(view: Any) -> str:
     """Return 32 hex digits over header and bytes of an array or CPU tensor.
 
-    Header: domain, u32 len(dtype) and dtype, u32 rank, u64 per dimension, i64 per stride in elements (strides of
-    dimensions of length 1 count as 0: they address nothing). Then the elements in the order of the logical
+    Header: domain, u32 len(dtype) and dtype, u32 rank, u64 per dimension, i64 per stride in elements (strides that
+    address nothing, those of dimensions of length 1 and of empty views, count as 0). Then the elements in the order of the logical
     indices, raw and little-endian; a contiguous view is hashed in place, another in copied blocks of 1 MiB.
 
     Args:
@@ -38,7 +38,7 @@ def storage_digest(view: Any) -> str:
     for length in array.shape:
         hasher.update(length.to_bytes(8, "little"))
     for length, stride in zip(array.shape, array.strides, strict=True):
-        hasher.update((stride // array.itemsize if length > 1 else 0).to_bytes(8, "little", signed=True))
+        hasher.update((stride // array.itemsize if length > 1 and array.size else 0).to_bytes(8, "little", signed=True))
     if array.flags.c_contiguous:
         hasher.update(array.reshape(-1).view(np.uint8).data if array.size else b"")
         return hasher.hexdigest()

@@ -22,6 +22,7 @@ from syncguard.digest.partial import (
     PartialDigest,
     as_array,
     check_job,
+    place_of,
     with_rows,
 )
 from syncguard.errors import DigestInputError
@@ -44,39 +45,49 @@ def raw_view(job: DigestJob) -> torch.Tensor:
     Raises:
         DigestInputError: Not a torch tensor, on the meta device, freed, not strided, or it does not fit its place.
     """
+    check_tensor(job)
+    tensor = job.view.detach()
+    raw: torch.Tensor = tensor.view(_RAW_DTYPES[tensor.element_size()])
+    return raw
+
+
+def check_tensor(job: DigestJob) -> None:
+    """Refuse a job whose tensor has no bits in memory, or does not fit its place.
+
+    Raises:
+        DigestInputError: See `raw_view`.
+    """
     tensor = job.view
-    where = f"{job.fqn or '(unnamed)'} {job.box}"
     if not isinstance(tensor, torch.Tensor):
         raise DigestInputError(
             "not a view of memory",
             expected="a numpy array or a torch tensor",
             found=type(tensor).__name__,
-            where=where,
+            where=place_of(job.fqn, job.box),
             todo="bind the resident tensor itself",
         )
-    tensor = tensor.detach()
     problem = _problem(tensor)
     if problem:
         raise DigestInputError(
             "tensor without readable bits",
             expected="a strided tensor with its storage",
             found=problem,
-            where=where,
+            where=place_of(job.fqn, job.box),
             todo="digest while the weights are resident",
         )
     check_job(job, tuple(tensor.shape), tensor.element_size())
-    return tensor.view(_RAW_DTYPES[tensor.element_size()])
 
 
 def _problem(tensor: torch.Tensor) -> str:  # noqa: PLR0911 - one line per reason
     """Return why the bits of a tensor cannot be read in place; empty when they can."""
     if tensor.layout != torch.strided:
         return f"layout {tensor.layout}"
-    if tensor.device.type == "meta":
+    if tensor.is_meta:
         return "meta device"
     if tensor.is_quantized:
         return "torch quantized tensor"
-    if tensor.element_size() not in _RAW_DTYPES:
+    itemsize = tensor.element_size()
+    if itemsize not in _RAW_DTYPES:
         return f"dtype {tensor.dtype}"
     if tensor.is_neg() or tensor.is_conj():
         return "lazy negation or conjugation"
@@ -86,28 +97,42 @@ def _problem(tensor: torch.Tensor) -> str:  # noqa: PLR0911 - one line per reaso
         address, held = tensor.data_ptr(), tensor.untyped_storage().nbytes()
     except RuntimeError as error:  # fake tensors and functional wrappers have no storage
         return str(error)
-    last = tensor.storage_offset() + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
-    if address == 0 or held < (last + 1) * tensor.element_size():
+    last = tensor.storage_offset()
+    for length, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        last += (length - 1) * stride
+    if address == 0 or held < (last + 1) * itemsize:
         return f"storage of {held} bytes (freed)"
     return ""
+
+
+def host_memory(job: DigestJob) -> tuple[int, tuple[int, ...]]:
+    """Return the address and the strides in bytes of a job's checked CPU tensor.
+
+    Raises:
+        DigestInputError: See `raw_view`; or the tensor is on another device.
+    """
+    check_tensor(job)
+    tensor: torch.Tensor = job.view
+    if tensor.device.type != "cpu":
+        raise DigestInputError(
+            "tensor is not in host memory",
+            expected="device cpu",
+            found=f"device {tensor.device}",
+            where=place_of(job.fqn, job.box),
+            todo="use engine_for(device)",
+        )
+    itemsize = tensor.element_size()
+    return tensor.data_ptr(), tuple(stride * itemsize for stride in tensor.stride())
 
 
 def host_array(job: DigestJob) -> np.ndarray[Any, Any]:
     """Return the memory of a job's CPU tensor as a numpy array of integers, with no copy.
 
     Raises:
-        DigestInputError: See `raw_view`; or the tensor is on another device.
+        DigestInputError: See `host_memory`.
     """
-    raw = raw_view(job)
-    if raw.device.type != "cpu":
-        raise DigestInputError(
-            "tensor is not in host memory",
-            expected="device cpu",
-            found=f"device {raw.device}",
-            where=f"{job.fqn or '(unnamed)'} {job.box}",
-            todo="use engine_for(device)",
-        )
-    array: np.ndarray[Any, Any] = raw.numpy()
+    host_memory(job)
+    array: np.ndarray[Any, Any] = raw_view(job).numpy()
     return array
 
 
@@ -119,11 +144,11 @@ class TorchEngine:
     def partials(self, jobs: Sequence[DigestJob], *, key_seed: KeySeed = DEFAULT_KEY_SEED) -> list[PartialDigest]:
         """Return one partial digest per job; see `DigestEngine.partials`. Scratch is below 64 MB."""
         tables = key_tables(key_seed)
+        views = [_from_numpy(job) if isinstance(job.view, np.ndarray | np.generic) else raw_view(job) for job in jobs]
         places = [expected_coverage(job.dtype, job.shape, job.box, key_seed=key_seed) for job in jobs]
         sums: dict[torch.device, list[tuple[int, torch.Tensor]]] = {}
-        for index, job in enumerate(jobs):
-            view = _from_numpy(job) if isinstance(job.view, np.ndarray | np.generic) else raw_view(job)
-            if places[index].count:
+        for index, (job, view) in enumerate(zip(jobs, views, strict=True)):
+            if job.box.count:
                 sums.setdefault(view.device, []).append((index, _data_sum(view, job, tables)))
         data = [0] * len(jobs)
         for found in sums.values():

@@ -81,6 +81,8 @@ def read_vectors(path: Path) -> VectorFile:
         raise BadInputError("not a file of vectors", found=error, where=path, todo="pass a JSON file") from error
     if vectors.algorithm != ALGORITHM:
         raise BadInputError("vectors of another algorithm", expected=ALGORITHM, found=vectors.algorithm, where=path)
+    if not vectors.cases:
+        raise BadInputError("vectors without cases", expected="at least one case", where=path, todo="pass a whole file")
     return vectors
 
 
@@ -131,9 +133,8 @@ def check_engine(engine: DigestEngine, vectors: VectorFile) -> Iterator[Outcome]
             yield _same(f"{label} sum of boxes", _hex(first), _hex(sum(rest, PartialDigest.zero())))
 
 
-def check_file(path: Path, engines: Sequence[DigestEngine]) -> list[Outcome]:
+def check_vectors(vectors: VectorFile, engines: Sequence[DigestEngine]) -> list[Outcome]:
     """Return every comparison of a file with every engine."""
-    vectors = read_vectors(path)
     outcomes = list(check_tables(vectors))
     for engine in engines:
         outcomes += check_engine(engine, vectors)
