@@ -24,9 +24,12 @@ from syncguard.replay.policy import (
 )
 from syncguard.replay.record import A, ReplayRecord, ScoreKey, b_key, c_key
 from syncguard.replay.record_file import load_many, save_many
+from syncguard.replay.run import PairSummary, RepeatStudy, study_repeats, summarize_run
 from syncguard.replay.scores import (
     RAW,
+    DefinitionCheck,
     ScoreDefinition,
+    check_definition,
     check_returned_ids,
     checked_scores,
     combine_normalizers,
@@ -41,13 +44,16 @@ __all__ = [
     "ADVICE",
     "RAW",
     "A",
+    "DefinitionCheck",
     "Diagnosis",
     "Difference",
     "Interval",
     "Kind",
     "ObjectiveEffect",
+    "PairSummary",
     "Power",
     "RepeatNoise",
+    "RepeatStudy",
     "ReplayEvidence",
     "ReplayPolicy",
     "ReplayRecord",
@@ -59,6 +65,7 @@ __all__ = [
     "b_key",
     "bootstrap_mae",
     "c_key",
+    "check_definition",
     "check_returned_ids",
     "checked_scores",
     "combine_normalizers",
@@ -75,4 +82,6 @@ __all__ = [
     "restore_order",
     "save_many",
     "scores_from_vocabulary_shards",
+    "study_repeats",
+    "summarize_run",
 ]

@@ -211,6 +211,51 @@ def response_scores_from_logits(
     return checked_scores(chosen - logsumexp_rows(predictions), label="from logits")
 
 
+@dataclass(frozen=True, slots=True)
+class DefinitionCheck:
+    """Which definition of the same logit rows a set of scores fits.
+
+    Attributes:
+        closest: `raw`, `temperature`, or `divided` (a finished log-probability divided by T, which is no distribution).
+        mae_nats: Mean absolute error to each of them.
+        apart_nats: MAE between `raw` and `temperature`; a check is worth nothing when this is near zero.
+    """
+
+    closest: str
+    mae_nats: Mapping[str, float]
+    apart_nats: float
+
+
+def check_definition(
+    scores: npt.ArrayLike,
+    logits: npt.ArrayLike,
+    input_ids: Sequence[int] | IntArray,
+    prompt_length: int,
+    *,
+    temperature: float,
+) -> DefinitionCheck:
+    """Compare scores with `log_softmax(z)` and `log_softmax(z / T)` of the very same full-vocabulary rows.
+
+    The rows are one side's own logits, so nothing upstream of the scoring formula can make a difference.
+
+    Args:
+        scores: [response] scores that the side reported.
+        logits: [length, vocabulary] logits of the same side.
+        input_ids: [length] ids.
+        prompt_length: Index of the first response token.
+        temperature: Temperature in question.
+
+    Raises:
+        ScoreError: Shapes disagree or a score is not finite.
+    """
+    raw = response_scores_from_logits(logits, input_ids, prompt_length)
+    heated = response_scores_from_logits(logits, input_ids, prompt_length, temperature=temperature)
+    reported = checked_scores(scores, label="reported", count=raw.size)
+    forms = {"raw": raw, "temperature": heated, "divided": raw / temperature}
+    errors = {name: float(np.abs(reported - form).mean()) for name, form in forms.items()}
+    return DefinitionCheck(min(errors, key=lambda name: errors[name]), errors, float(np.abs(raw - heated).mean()))
+
+
 def combine_normalizers(shard_normalizers: npt.ArrayLike) -> FloatArray:
     """Return the global normalizer of logits whose vocabulary is split over ranks.
 
