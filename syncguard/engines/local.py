@@ -158,13 +158,18 @@ class LocalWorker:
         self.end_update()
 
     def update_from_disk(self, folder: Path, *, label: str | None = None) -> None:
-        """Load a whole checkpoint folder in one call.
+        """Load a whole checkpoint folder in one call; when it fails, what was loaded so far stays, as in the engine.
 
         Raises:
             CheckpointError: The folder cannot be read.
             EngineError: A shape does not fit.
         """
-        self.push(_named_tensors(folder), label=label)
+        self.begin_update()
+        try:
+            self.update(_named_tensors(folder), label=label)
+        finally:
+            if self._stream is not None:
+                self.end_update()
 
     def set_label(self, label: str) -> None:
         """Set the weight version label alone."""

@@ -12,6 +12,7 @@ from syncguard.spec import Box
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
 
+    from syncguard.layout.model import RankLayout
     from syncguard.manifest.model import Manifest
     from syncguard.spec import DType
 
@@ -39,6 +40,19 @@ def digest_jobs(fqn: str, view: Any, dtype: DType, shape: tuple[int, ...], boxes
 
 def _cut(view: Any, box: Box) -> Any:
     return view[tuple(slice(start, start + size) for start, size in zip(box.offsets, box.sizes, strict=True))]
+
+
+def boxes_of(layouts: Iterable[RankLayout]) -> dict[str, tuple[Box, ...]]:
+    """Return name → the different boxes that ranks hold of it, for tensors that are split.
+
+    Given to an exporter they become the parts of the manifest, so that a rank's shard can be recognized by its own
+    digest (stale, swapped, of another rank), not only the whole. Replicas count once.
+    """
+    boxes: dict[str, set[Box]] = {}
+    for layout in layouts:
+        for shard in layout.shards():
+            boxes.setdefault(shard.tensor.fqn, set()).add(shard.box)
+    return {fqn: tuple(sorted(found)) for fqn, found in boxes.items() if len(found) > 1}
 
 
 def entry_of(

@@ -58,8 +58,8 @@ def observed(adapter: EngineAdapter, key_seed: bytes = DEFAULT_KEY_SEED) -> Work
     )
 
 
-def manifest_of(folder: Path, label: str, key_seed: bytes = DEFAULT_KEY_SEED):
-    return export_checkpoint(folder, version=WeightVersion.parse(label), key_seed=key_seed)
+def manifest_of(folder: Path, label: str, key_seed: bytes = DEFAULT_KEY_SEED, **options):
+    return export_checkpoint(folder, version=WeightVersion.parse(label), key_seed=key_seed, **options)
 
 
 class EngineContract:
