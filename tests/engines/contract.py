@@ -95,7 +95,9 @@ class EngineContract:
 
     def test_layouts_leave_no_tensor_without_a_rule(self, rig: Rig):
         for layout in rig.adapter.layouts():
-            claimed = {claim.resident for claim in (*layout.bindings, *layout.paddings, *layout.derived, *layout.exempt)}
+            claimed = {
+                claim.resident for claim in (*layout.bindings, *layout.paddings, *layout.derived, *layout.exempt)
+            }
             left = [tensor.name for tensor in layout.residents if tensor.name not in claimed and not tensor.alias_of]
             assert (left, layout.unbound) == ([], ())
             assert layout.fingerprint
