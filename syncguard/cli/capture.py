@@ -13,7 +13,7 @@ import typer
 
 from syncguard.cli.output import console, print_json, progress_bar
 from syncguard.engines.sglang import SglangEngine
-from syncguard.errors import SyncguardError, UnsupportedError, UsageError
+from syncguard.errors import CheckpointError, UnsupportedError, UsageError
 from syncguard.replay import ReplayRecord, load_many, save_many
 from syncguard.replay.capture import capture_generation, replay_on_worker, score_with_trainer
 
@@ -57,13 +57,13 @@ def capture(
             expected="--state new together with --record, or neither",
             found=f"--state {state.value}" + (" without --record" if record is None else " with --record"),
         )
-    worker = SglangEngine(engine)
-    identity, label, vocabulary = _identity(worker, engine)
-    vocabulary = vocab_size or vocabulary
     prompts = [] if record else _prompts(prompt_ids or [], prompt or [], tokenizer, chat=chat)
     known = load_many(record) if record else []
     count = len(known) or len(prompts)
     forward = _forward(trainer, trainer_dtype) if trainer else None
+    worker = SglangEngine(engine)
+    identity, label, vocabulary = _identity(worker, engine)
+    vocabulary = vocab_size or vocabulary
     steps = (0 if known else 1) + cold + warm + (2 if forward else 0)
     names = tuple(f"sample-{index}" for index in range(count))
     done: list[ReplayRecord] = []
@@ -168,5 +168,5 @@ def _forward(folder: Path, dtype: str) -> Callable[[ReplayRecord], Any]:
             folder, dtype=dtype, trust_remote_code=False, local_files_only=True
         )
     except (OSError, ValueError) as error:
-        raise SyncguardError("cannot load the trainer's checkpoint", found=error, where=folder) from error
+        raise CheckpointError("cannot load the trainer's checkpoint", found=error, where=folder) from error
     return trainer_forward(model)
