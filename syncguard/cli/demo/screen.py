@@ -26,6 +26,7 @@ _READINESS_STYLE: Final = {
     ReadinessState.PENDING: "bold yellow",
 }
 _MISSING: Final = "-"
+_SIX_DECIMALS: Final = 1e-5
 
 
 @dataclass(slots=True)
@@ -51,6 +52,7 @@ class Screen:
         if not self.out.is_terminal:
             self.out.print(self.title, style="bold")
             yield
+            self.out.print(steps_table(self.results))
             return
         with Live(console=self.out, refresh_per_second=8, get_renderable=self.draw) as live:
             self._live = live
@@ -166,12 +168,17 @@ def scores_table(result: StepResult) -> Table | None:
         delta = abs(left - right)
         table.add_row(
             label,
-            f"{difference.signed_mean:+.6f}",
-            *(f"{value:.6f}" for value in (difference.mae, difference.p95, difference.maximum)),
-            f"{delta[0]:.6f}",
-            f"{delta[1:].mean():.6f}" if len(delta) > 1 else _MISSING,
+            _nats(difference.signed_mean, "+"),
+            *(_nats(value) for value in (difference.mae, difference.p95, difference.maximum)),
+            _nats(delta[0]),
+            _nats(delta[1:].mean()) if len(delta) > 1 else _MISSING,
         )
     return table
+
+
+def _nats(value: float, sign: str = "") -> str:
+    """Return six decimals, or an exponent where they would all be zero."""
+    return f"{value:{sign}.6f}" if value == 0 or abs(value) >= _SIX_DECIMALS else f"{value:{sign}.1e}"
 
 
 def _pairs(record: ReplayRecord) -> Iterator[tuple[str, Any, Any]]:
