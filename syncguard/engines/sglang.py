@@ -74,6 +74,7 @@ class SglangEngine:
         )
         self._vocab_size = 0
         self._engine = ""
+        self._replicas = 1
 
     def __enter__(self) -> Self:
         """Return self."""
@@ -90,12 +91,15 @@ class SglangEngine:
         answers, expected = self._ask(ProbeRequest(ProbeOp.STATUS))
         info = self._get_json("/model_info")
         if not self._engine:
-            self._engine = f"sglang {self._get_json('/server_info').get('version', '')}".strip()
+            server = self._get_json("/server_info")
+            # Whole data-parallel replicas; with DP attention the ranks of all are in one tensor-parallel group.
+            self._replicas = 1 if server.get("enable_dp_attention") else int(server.get("dp_size") or 1)
+            self._engine = f"sglang {server.get('version', '')}".strip()
         return EngineStatus(
             engine=self._engine,
             model=str(info.get("model_path", "")),
             weight_version_label=str(info.get("weight_version") or ""),
-            expected_ranks=expected,
+            expected_ranks=expected * self._replicas,
             ranks=tuple(answer.status for answer in answers if answer.status is not None),
             vocab_size=self._vocab_size,
         )
@@ -226,14 +230,16 @@ class SglangEngine:
                 where=self._url,
                 todo="see the engine's log",
             )
-        answers, expected = [], 0
+        expected = 0
+        # With DP attention every leader returns the whole list: equal texts are one answer of one rank.
+        answers: dict[str, ProbeAnswer] = {}
         for index, rank in enumerate(body.get("ranks") or []):
             for info in rank.get("parallelism_info") or []:
                 expected = max(expected, *(int(info.get(k) or 1) for k in ("size", "tp_size")))
             for key, text in sorted(rank.get("checksums", {}).items()):
-                if key == ANSWER_KEY or key.endswith(f".{ANSWER_KEY}"):
-                    answers.append(decode_answer(text, f"{self._url} rank {index}"))
-        return answers, expected
+                if (key == ANSWER_KEY or key.endswith(f".{ANSWER_KEY}")) and text not in answers:
+                    answers[text] = decode_answer(text, f"{self._url} rank {index}")
+        return list(answers.values()), expected
 
     def _get_json(self, path: str) -> dict[str, Any]:
         return self._decoded(self._send("GET", path, None))

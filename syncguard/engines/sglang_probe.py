@@ -92,14 +92,18 @@ class ProcessProbes:
 
 
 def rank_identity(placement: dict[str, Any], role: str) -> RankIdentity:
-    """Return the rank that SGLang's `ParallelismInfo` (0.5.23) describes."""
+    """Return the rank that SGLang's `ParallelismInfo` (0.5.23) describes.
+
+    Its `dp_size` is that of DP attention, whose ranks are a part of the tensor-parallel ones; its `dp_rank` counts whole
+    replicas only where there is no DP attention.
+    """
+    attention_dp = int(placement.get("dp_size") or 1) > 1
     return RankIdentity(
         tp_rank=int(placement["tp_rank"]),
         tp_size=int(placement["tp_size"]),
         pp_rank=int(placement["pp_rank"]),
         pp_size=int(placement["pp_size"]),
-        dp_rank=int(placement.get("dp_rank") or 0),
-        dp_size=int(placement.get("dp_size") or 1),
+        dp_rank=0 if attention_dp else int(placement.get("dp_rank") or 0),
         role=role,
     )
 
@@ -128,6 +132,55 @@ def answer(probe: RankProbe, action: str) -> ProbeAnswer:
         )
 
 
+class ProbeHooks:
+    """The AROUND hooks of one process: each takes the original function, then its arguments, `self` first."""
+
+    def __init__(self, probes: ProcessProbes) -> None:
+        """Keep the probes that the hooks count for."""
+        self._probes = probes
+
+    def on_check(self, original: Any, checker: Any, action: str, *args: Any, **kwargs: Any) -> Any:
+        """Answer our actions; let SGLang answer its own, counting those that write."""
+        if action in WRITING_ACTIONS:
+            return self.counted(original, checker, action, *args, **kwargs)
+        if not action.startswith(ACTION_PREFIX):
+            return original(checker, action, *args, **kwargs)
+        role = kwargs["role"]
+        return {
+            "checksums": {ANSWER_KEY: encode_answer(answer(self._probes.of(checker, role), action))},
+            "per_gpu_checksum": "",
+            "parallelism_info": checker._parallelism_info(role=role).model_dump(),  # noqa: SLF001 - required field
+        }
+
+    def counted(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        """Count one update, whether it returns or raises."""
+        self._probes.started()
+        try:
+            return original(*args, **kwargs)
+        finally:
+            self._probes.finished()
+
+    def in_session(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        """Count an update call that only works inside a session."""
+        if getattr(args[0], "_session", None) is None:
+            return original(*args, **kwargs)
+        return self.counted(original, *args, **kwargs)
+
+    def on_begin(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        """Open a session from before its first write; it stays open when beginning broke half-way."""
+        if getattr(args[0], "_session", None) is None:
+            self._probes.started()
+        return original(*args, **kwargs)
+
+    def on_end(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        """Close a session that was open and now is not."""
+        was_open = getattr(args[0], "_session", None) is not None
+        result = original(*args, **kwargs)
+        if was_open and getattr(args[0], "_session", None) is None:
+            self._probes.finished()
+        return result
+
+
 def install() -> None:
     """Register the hooks; called by SGLang in each of its processes.
 
@@ -136,51 +189,13 @@ def install() -> None:
     """
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    probes = ProcessProbes()
-
-    def on_check(original: Any, checker: Any, action: str, *args: Any, **kwargs: Any) -> Any:
-        if not action.startswith(ACTION_PREFIX):
-            if action not in WRITING_ACTIONS:
-                return original(checker, action, *args, **kwargs)
-            return counted(original, checker, action, *args, **kwargs)
-        role = kwargs["role"]
-        probe = probes.of(checker, role)
-        return {
-            "checksums": {ANSWER_KEY: encode_answer(answer(probe, action))},
-            "per_gpu_checksum": "",
-            "parallelism_info": checker._parallelism_info(role=role).model_dump(),  # noqa: SLF001 - required field
-        }
-
-    def counted(original: Any, *args: Any, **kwargs: Any) -> Any:
-        probes.started()
-        try:
-            return original(*args, **kwargs)
-        finally:
-            probes.finished()
-
-    def in_session(original: Any, *args: Any, **kwargs: Any) -> Any:
-        if getattr(args[0], "_session", None) is None:
-            return original(*args, **kwargs)
-        return counted(original, *args, **kwargs)
-
-    def on_begin(original: Any, *args: Any, **kwargs: Any) -> Any:
-        # A session is open from before its first write, and stays open when beginning broke half-way.
-        opened = getattr(args[0], "_session", None) is None
-        if opened:
-            probes.started()
-        return original(*args, **kwargs)
-
-    def on_end(original: Any, *args: Any, **kwargs: Any) -> Any:
-        closing = getattr(args[0], "_session", None) is not None
-        result = original(*args, **kwargs)
-        if closing and getattr(args[0], "_session", None) is None:
-            probes.finished()
-        return result
-
-    HookRegistry.register(CHECKER, on_check, HookType.AROUND)
-    HookRegistry.register(f"{MANAGER}.begin_weight_update", on_begin, HookType.AROUND)
-    HookRegistry.register(f"{MANAGER}.end_weight_update", on_end, HookType.AROUND)
-    for target in UPDATE_CALLS:
-        HookRegistry.register(target, counted, HookType.AROUND)
-    for target in SESSION_CALLS:
-        HookRegistry.register(target, in_session, HookType.AROUND)
+    hooks = ProbeHooks(ProcessProbes())
+    targets = {
+        CHECKER: hooks.on_check,
+        f"{MANAGER}.begin_weight_update": hooks.on_begin,
+        f"{MANAGER}.end_weight_update": hooks.on_end,
+        **dict.fromkeys(UPDATE_CALLS, hooks.counted),
+        **dict.fromkeys(SESSION_CALLS, hooks.in_session),
+    }
+    for target, hook in targets.items():
+        HookRegistry.register(target, hook, HookType.AROUND)

@@ -14,7 +14,7 @@ from dataclasses import replace
 from syncguard.layout.model import BindingSource, CanonicalForm
 from syncguard.manifest.explain import Explainer
 from syncguard.manifest.model import KnownVersion, Manifest, WorkerObservation
-from syncguard.manifest.observed import RankPair, comparable_pairs, rank_findings, residents
+from syncguard.manifest.observed import RankPair, comparable_pairs, drafts, rank_findings, residents
 from syncguard.manifest.tensors import Held, TensorOutcome, judge_tensor
 from syncguard.manifest.verdict import Finding, FindingCode, Severity, Verdict, VerdictStatus, status_of
 
@@ -66,6 +66,7 @@ def compare(
         manifest_tensors=len(manifest.entries),
         proven_tensors=proven,
         replicas=sum(outcome.replicas for outcome in outcomes),
+        uncovered=tuple(sorted({*coverage.uncovered, *drafts(observation)})),
     )
     ordered = tuple(
         sorted(

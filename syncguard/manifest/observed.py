@@ -18,21 +18,25 @@ from syncguard.manifest.verdict import Coverage, Finding, FindingCode, Severity
 
 RankPair = tuple[RankLayout, RankObservation]
 
+TARGET = "target"
+"""Role of the model whose tokens are served; a draft model only proposes, so it is listed as uncovered instead."""
+
 
 def rank_findings(manifest: Manifest, observation: WorkerObservation) -> list[Finding]:
     """Check that all ranks answered, once each, from one finished update."""
     findings = []
     # A worker that understates itself is not believed: its ranks' own group sizes count too.
-    sizes = [rank.rank.tp_size * rank.rank.pp_size * rank.rank.dp_size for rank in observation.ranks]
+    answered = [rank.rank for rank in observation.ranks if rank.rank.role == TARGET]
+    sizes = [rank.tp_size * rank.pp_size * rank.dp_size for rank in answered]
     expected_ranks = max([observation.expected_ranks, *sizes])
-    if expected_ranks > len({rank.rank for rank in observation.ranks}) or not observation.ranks:
+    if expected_ranks > len(set(answered)) or not answered:
         findings.append(
             Finding(
                 FindingCode.MISSING_RANK,
                 Severity.INCOMPLETE,
-                f"{len(observation.ranks)} of {expected_ranks} ranks answered; look at the probe of the others",
+                f"{len(set(answered))} of {expected_ranks} ranks answered; look at the probe of the others",
                 expected=str(expected_ranks),
-                observed=", ".join(str(rank.rank) for rank in observation.ranks) or "none",
+                observed=", ".join(str(rank) for rank in answered) or "none",
             )
         )
     findings += [
@@ -81,13 +85,17 @@ def rank_findings(manifest: Manifest, observation: WorkerObservation) -> list[Fi
 def comparable_pairs(manifest: Manifest, observation: WorkerObservation) -> tuple[list[RankPair], list[Finding]]:
     """Pair each rank with the layout that it names, leaving out what cannot be compared, with a finding each.
 
-    A rank of another algorithm or key is left out too; `rank_findings` names it.
+    A rank of another algorithm or key is left out too; `rank_findings` names it. A draft model's rank is left out and
+    listed by `drafts`.
     """
     layouts = {layout.fingerprint: layout for layout in observation.layouts}
     pairs: list[RankPair] = []
     findings = []
     for rank in observation.ranks:
-        if (rank.algorithm, rank.key_seed_hex) != (manifest.algorithm, manifest.key_seed_hex):
+        if (rank.algorithm, rank.key_seed_hex) != (
+            manifest.algorithm,
+            manifest.key_seed_hex,
+        ) or rank.rank.role != TARGET:
             continue
         layout = layouts.get(rank.layout_fingerprint)
         if layout is None or not _answers_fit(layout, rank):
@@ -103,6 +111,15 @@ def comparable_pairs(manifest: Manifest, observation: WorkerObservation) -> tupl
             continue
         pairs.append((layout, rank))
     return pairs, findings
+
+
+def drafts(observation: WorkerObservation) -> tuple[str, ...]:
+    """Name what is resident beside the served model and not compared: draft models, rank by rank."""
+    return tuple(
+        f"{layout.rank.role} model {layout.architecture} of {layout.rank} ({len(layout.residents)} tensors)"
+        for layout in observation.layouts
+        if layout.rank.role != TARGET
+    )
 
 
 def _answers_fit(layout: RankLayout, rank: RankObservation) -> bool:

@@ -139,10 +139,9 @@ class Worker:
         partials = tuple(
             digest(apply_ops(held[b.resident], b.ops), b.shard.tensor.shape, b.shard.box) for b in layout.bindings
         )
-        paddings = tuple(
-            CheckResult(not apply_ops(held[p.resident], p.ops).any(), int(apply_ops(held[p.resident], p.ops).any()))
-            for p in layout.paddings
-        )
+        # By bits, as the probe does: -0.0 is not the padding that an engine writes.
+        dirty = [int(np.count_nonzero(apply_ops(held[p.resident].view(np.uint32), p.ops))) for p in layout.paddings]
+        paddings = tuple(CheckResult(count == 0, count) for count in dirty)
         return RankObservation(
             layout.rank,
             f"incarnation-{layout.rank.tp_rank}",

@@ -150,6 +150,21 @@ def test_a_rank_that_answers_twice_does_not_stand_in_for_another(make_weights, m
     assert {FindingCode.DUPLICATE_RANK, FindingCode.MISSING_RANK} <= codes(verdict)
 
 
+def test_a_draft_model_is_listed_as_uncovered_and_stands_in_for_no_rank(make_weights, make_manifest, make_worker):
+    tensors = make_weights(1)
+    observation = make_worker(tensors, tp=1).observe()
+    layout, rank = observation.layouts[0], observation.ranks[0]
+    draft_rank = replace(layout.rank, role="draft")
+    draft = replace(layout, rank=draft_rank, architecture="LlamaForCausalLMEagle3").sealed()
+    draft_seen = replace(rank, rank=draft_rank, layout_fingerprint=draft.fingerprint)
+    both = replace(observation, layouts=(layout, draft), ranks=(rank, draft_seen))
+    verdict = compare(make_manifest(tensors, "run@1"), both)
+    assert verdict.status is VerdictStatus.MATCH
+    assert any("Eagle3" in name for name in verdict.coverage.uncovered)
+    only_draft = replace(observation, layouts=(draft,), ranks=(draft_seen,))
+    assert compare(make_manifest(tensors, "run@1"), only_draft).status is VerdictStatus.INCOMPLETE
+
+
 def test_no_rank_at_all_proves_nothing(make_weights, make_manifest, make_worker):
     observation = make_worker(make_weights(1)).observe(ranks=(), layouts=(), expected_ranks=0)
     verdict = compare(make_manifest(make_weights(1), "run@1"), observation)
