@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 from syncguard.manifest.verdict import Finding, FindingCode, Severity, Verdict, VerdictStatus
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
 ALL_STALE: Final = "fleet/all_stale"
 ALL_ALIKE: Final = "fleet/all_alike"
@@ -51,7 +51,6 @@ def fleet_findings(wanted: str, verdicts: Sequence[tuple[str, Verdict | None]]) 
     wrong = {worker: v for worker, v in known.items() if v.status is VerdictStatus.MISMATCH}
     if not wrong:
         return ()
-    everyone = len(wrong) == len(known) == len(verdicts)
     found = []
     frozen = [w for w, v in wrong.items() if any(f.code is FindingCode.UNCHANGED for f in v.findings)]
     if frozen:
@@ -64,43 +63,37 @@ def fleet_findings(wanted: str, verdicts: Sequence[tuple[str, Verdict | None]]) 
                 frozen,
             )
         )
-    if everyone and len(wrong) > 1 and all(_is_stale(v) for v in wrong.values()):
-        found.append(
-            _finding(
-                ALL_STALE,
-                FindingCode.STALE,
-                f"all {len(wrong)} workers hold an older version than {wanted}: the trainer did not push, or pushed to "
-                "nobody; look at the push call",
-                list(wrong),
-            )
-        )
-    elif (
-        everyone
-        and len(wrong) > 1
-        and len({_pattern(v) for v in wrong.values()}) == 1
-        and _pattern(next(iter(wrong.values())))
-    ):
-        found.append(
-            _finding(
-                ALL_ALIKE,
-                FindingCode.UNKNOWN_CONTENT,
-                f"all {len(wrong)} workers agree with each other but not with the manifest of {wanted}; look at the "
-                "export or the quantizer, not at the workers",
-                list(wrong),
-            )
-        )
-    if not everyone:
-        for worker, verdict in wrong.items():
-            ranks = {f.rank for f in verdict.findings if f.code in _WEIGHT_CODES and f.rank}
-            observed = {f.rank for f in verdict.findings if f.code in _WEIGHT_CODES}
-            if len(ranks) == 1 and observed == ranks and _spans_ranks(verdict):
-                (rank,) = ranks
-                text = f"rank {rank} of {worker} alone is wrong; look at that rank's receiving side"
-                found.append(_finding(ONE_RANK, FindingCode.TORN, text, [worker], rank))
-            elif _is_stale(verdict):
-                text = f"{worker} is stale while others are not; look at its connection to the trainer"
-                found.append(_finding(ONE_STALE, FindingCode.STALE, text, [worker]))
+    single = {worker: _single_rank(verdict) for worker, verdict in wrong.items()}
+    everyone = len(wrong) == len(known) == len(verdicts) > 1
+    if everyone and not any(single.values()):
+        found += _of_all(wanted, wrong)
+    others_match = any(v.status is VerdictStatus.MATCH for v in known.values())
+    for worker, verdict in wrong.items():
+        if single[worker]:
+            text = f"rank {single[worker]} of {worker} alone is wrong; look at that rank's receiving side"
+            found.append(_finding(ONE_RANK, FindingCode.TORN, text, [worker], single[worker]))
+        elif others_match and _is_stale(verdict):
+            text = f"{worker} is stale while others are not; look at its connection to the trainer"
+            found.append(_finding(ONE_STALE, FindingCode.STALE, text, [worker]))
     return tuple(found)
+
+
+def _of_all(wanted: str, wrong: Mapping[str, Verdict]) -> list[Finding]:
+    """Return what it means when every worker is wrong, in all of its ranks."""
+    if all(_is_stale(verdict) for verdict in wrong.values()):
+        text = (
+            f"all {len(wrong)} workers hold an older version than {wanted}: the trainer did not push, or pushed to "
+            "nobody; look at the push call"
+        )
+        return [_finding(ALL_STALE, FindingCode.STALE, text, list(wrong))]
+    patterns = {_pattern(verdict) for verdict in wrong.values()}
+    if len(patterns) == 1 and patterns != {frozenset()}:
+        text = (
+            f"all {len(wrong)} workers agree with each other but not with the manifest of {wanted}; look at the export "
+            "or the quantizer, not at the workers"
+        )
+        return [_finding(ALL_ALIKE, FindingCode.UNKNOWN_CONTENT, text, list(wrong))]
+    return []
 
 
 def _finding(kind: str, code: FindingCode, text: str, workers: Sequence[str], rank: str = "") -> Finding:
@@ -117,7 +110,10 @@ def _pattern(verdict: Verdict) -> frozenset[tuple[str, str, str, str]]:
     return frozenset((f.code.value, f.fqn, f.box, f.observed) for f in verdict.findings if f.code in _WEIGHT_CODES)
 
 
-def _spans_ranks(verdict: Verdict) -> bool:
-    """Return whether the worker has more than one rank, so that naming one says something."""
-    rank = next((f.rank for f in verdict.findings if f.rank), "")
-    return "/" in rank and not rank.startswith("tp0/1")
+def _single_rank(verdict: Verdict) -> str:
+    """Return the one rank of several that all differences of weights are on; empty when they are on more."""
+    ranks = {f.rank for f in verdict.findings if f.code in _WEIGHT_CODES}
+    if len(ranks) != 1:
+        return ""
+    (rank,) = ranks
+    return "" if not rank or rank.startswith("tp0/1") or "," in rank else rank
