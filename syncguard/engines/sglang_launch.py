@@ -152,7 +152,7 @@ def launch(
             command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
         )
     try:
-        _wait_until_ready(process, log_path, started, timeout_s, progress)
+        _wait_until_ready(process, port, log_path, started, timeout_s, progress)
     except BaseException:
         _end_group(process)
         raise
@@ -238,7 +238,12 @@ def _environment(device: Device, tp: int, standins: Path | None) -> dict[str, st
 
 
 def _wait_until_ready(
-    process: subprocess.Popen[bytes], log_path: Path, started: float, timeout_s: float, progress: Callable[[str], None]
+    process: subprocess.Popen[bytes],
+    port: int,
+    log_path: Path,
+    started: float,
+    timeout_s: float,
+    progress: Callable[[str], None],
 ) -> None:
     ready = READY_LINE.encode()
     told_s = 0
@@ -248,7 +253,8 @@ def _wait_until_ready(
             ended = process.poll() is not None
             kept = (kept + log.read())[-_LOG_TAIL_BYTES:]
             waited_s = time.monotonic() - started
-            if not ended and ready in kept:
+            # The line alone may be the last word of a server that ends.
+            if not ended and ready in kept and _listens(port):
                 return
             if ended or waited_s > timeout_s:
                 raise EngineError(
@@ -262,6 +268,14 @@ def _wait_until_ready(
                 told_s = int(waited_s)
                 progress(f"SGLang starts, {told_s} s")
             time.sleep(_POLL_S)
+
+
+def _listens(port: int) -> bool:
+    try:
+        socket.create_connection(("127.0.0.1", port), timeout=1).close()
+    except OSError:
+        return False
+    return True
 
 
 def _last_lines(path: Path, count: int) -> list[str]:
