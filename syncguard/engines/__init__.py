@@ -1,0 +1,1 @@
+"""Inference engines behind one adapter protocol: embedded, SGLang; and the probe inside their ranks."""

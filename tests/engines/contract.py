@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,11 @@ def manifest_of(folder: Path, label: str, key_seed: bytes = DEFAULT_KEY_SEED, **
     return export_checkpoint(folder, version=WeightVersion.parse(label), key_seed=key_seed, **options)
 
 
+def judged(expected, manifest, observation, **options):
+    verdict = compare(manifest, observation, **options)
+    assert verdict.status is expected, (verdict.reason, verdict.findings[:3])
+
+
 class EngineContract:
     """Inherit it under a name that pytest collects, with a fixture `rig`."""
 
@@ -82,7 +88,8 @@ class EngineContract:
             epochs.append([rank.epoch for rank in rig.adapter.status().ranks])
         rig.push(load_file(rig.second / "model.safetensors"), "run@2")
         epochs.append([rank.epoch for rank in rig.adapter.status().ranks])
-        assert all(low < high for before, after in zip(epochs, epochs[1:]) for low, high in zip(before, after))
+        for before, after in pairwise(epochs):
+            assert all(low < high for low, high in zip(before, after, strict=True)), epochs
 
     def test_an_update_keeps_the_incarnation(self, rig: Rig):
         before = [rank.incarnation for rank in rig.adapter.status().ranks]
@@ -112,16 +119,16 @@ class EngineContract:
         rig.load(rig.first, "run@1")
         first, second = manifest_of(rig.first, "run@1"), manifest_of(rig.second, "run@1")
         shown = observed(rig.adapter)
-        assert compare(first, shown).status is VerdictStatus.MATCH
-        assert compare(second, shown).status is VerdictStatus.MISMATCH
+        judged(VerdictStatus.MATCH, first, shown)
+        judged(VerdictStatus.MISMATCH, second, shown)
         rig.load(rig.second, "run@1")
         shown = observed(rig.adapter)
-        assert compare(second, shown).status is VerdictStatus.MATCH
-        assert compare(first, shown).status is VerdictStatus.MISMATCH
+        judged(VerdictStatus.MATCH, second, shown)
+        judged(VerdictStatus.MISMATCH, first, shown)
 
     def test_pushed_tensors_match_their_export_as_a_loaded_folder_does(self, rig: Rig):
         rig.push(load_file(rig.second / "model.safetensors"), "run@2")
-        assert compare(manifest_of(rig.second, "run@2"), observed(rig.adapter)).status is VerdictStatus.MATCH
+        judged(VerdictStatus.MATCH, manifest_of(rig.second, "run@2"), observed(rig.adapter))
 
     def test_two_observations_of_one_state_are_equal_but_for_the_time_taken(self, rig: Rig):
         first, second = rig.adapter.observe(DEFAULT_KEY_SEED), rig.adapter.observe(DEFAULT_KEY_SEED)
@@ -139,7 +146,7 @@ class EngineContract:
             assert other.key_seed_hex == OTHER_KEY_SEED.hex()
             assert [partial.count for partial in one.partials] == [partial.count for partial in other.partials]
             assert all(a.data != b.data for a, b in zip(one.partials, other.partials, strict=True))
-        assert compare(manifest_of(rig.first, "run@1", OTHER_KEY_SEED), keyed).status is VerdictStatus.MATCH
+        judged(VerdictStatus.MATCH, manifest_of(rig.first, "run@1", OTHER_KEY_SEED), keyed)
 
     def test_a_flush_is_confirmed_and_the_next_score_is_cold(self, rig: Rig):
         ids = (*PROMPT, 7, 8, 9)
@@ -193,6 +200,4 @@ class EngineContract:
         rig.restart()
         after = rig.adapter.status()
         assert not {rank.incarnation for rank in before.ranks} & {rank.incarnation for rank in after.ranks}
-        assert compare(manifest_of(rig.first, "run@1"), observed(rig.adapter), require_label=False).status is (
-            VerdictStatus.MATCH
-        )
+        judged(VerdictStatus.MATCH, manifest_of(rig.first, "run@1"), observed(rig.adapter), require_label=False)
