@@ -8,22 +8,42 @@ from __future__ import annotations
 
 from typing import Any
 
-from syncguard.layout.derived import MLA_W_KC, MLA_W_VC
+from syncguard.layout.derived import EQUALS, MLA_W_KC, MLA_W_KC_DEQUANTIZED, MLA_W_VC, MLA_W_VC_DEQUANTIZED
+from syncguard.layout.forms import block_of
 from syncguard.layout.rules import LayerView, Span, group_of, join, rule
 
 
 @rule("DeepseekV2AttentionMLA")
 def mla(view: LayerView) -> None:
-    """`w_kc` and `w_vc` are copies of kv_b_proj in the order that decoding needs (DWL:762-820)."""
-    source = view.resident.get(join(view.fqn, "kv_b_proj.weight"))
-    for local, name in (("w_kc", MLA_W_KC), ("w_vc", MLA_W_VC)):
+    """`w_kc` and `w_vc` are copies of kv_b_proj in the order that decoding needs (DWL:640-820).
+
+    From block-quantized fp8 they are dequantized to bf16; per tensor they are requantized, which has no check.
+    """
+    projection = view.attr("kv_b_proj")
+    weight = view.resident.get(join(view.fqn, "kv_b_proj.weight"))
+    method = type(getattr(projection, "quant_method", None)).__name__
+    sources = [weight.name] if weight is not None else []
+    rules: tuple[str, str] | None = None
+    if weight is not None and method in {"NoneType", "UnquantizedLinearMethod"}:
+        rules = (MLA_W_KC, MLA_W_VC)
+    elif weight is not None and not view.attr("use_deep_gemm_bmm", False):
+        scale = join(view.fqn, "kv_b_proj.weight_scale_inv")
+        if scale in view.resident and view.resident[scale].dtype == "float32":
+            sources.append(scale)
+            block = block_of(projection.quant_method)
+            rules = (f"{MLA_W_KC_DEQUANTIZED}:{block[0]}x{block[1]}", f"{MLA_W_VC_DEQUANTIZED}:{block[0]}x{block[1]}")
+    for index, local in enumerate(("w_kc", "w_vc")):
         resident = view.tensor(local)
         if resident is None:
             continue
-        if source is None or resident.dtype != source.dtype:
-            view.refuse(resident, "computed from a quantized kv_b_proj: no check for that")
+        if rules is None or weight is None or (len(sources) == 1) != (resident.dtype == weight.dtype):
+            view.refuse(resident, f"computed from kv_b_proj under {method}: no check for that")
         else:
-            view.derive(resident, name, source.name)
+            view.derive(resident, rules[index], *sources)
+    for local in ("w_scale", "w_scale_k", "w_scale_v", "w_kc_qrep"):
+        resident = view.tensor(local)
+        if resident is not None:
+            view.refuse(resident, "derived scale or copy without a check")
 
 
 @rule("GptOssAttention")
@@ -59,6 +79,23 @@ def gated_delta_net(view: LayerView) -> None:
         rest = tuple(Span.whole(n) for n in conv.shape[1:])
         view.bind_spans(conv, f"{view.name}.conv1d.weight", (rows, *rest), (at, *(0 for _ in rest)))
         at, start = at + part.length, start + width
+
+
+@rule("RadixAttention")
+def kv_scales(view: LayerView) -> None:
+    """KV scales that no checkpoint sets stay 1; an exported scale is then reported as not held.
+
+    Post-processing runs again at the end of each update and doubles them on some devices (kv_cache.py:39-83).
+    """
+    for local in ("k_scale", "v_scale"):
+        resident = view.tensor(local)
+        if resident is None:
+            continue
+        value = view.attr(f"{local}_float")
+        if value in {None, 1.0}:
+            view.derive(resident, f"{EQUALS}:1.0")
+        else:
+            view.refuse(resident, f"{local}_float is {value}: no rule for calibrated KV scales")
 
 
 def own_replicated(view: LayerView) -> None:

@@ -92,7 +92,7 @@ def partition_problems(shape: tuple[int, ...], boxes: Sequence[Box]) -> tuple[st
 def resident_problems(layout: RankLayout) -> tuple[ResidentProblem, ...]:
     """Say which resident tensors are not claimed exactly once, element by element.
 
-    A claim is a binding that is not an alias, a padding, or a derived, exempt or unbound entry (these three claim the
+    A claim is a binding that is not an alias, a padding, or a derived, exempt or unbound entry (the last two claim the
     whole tensor). Residents that alias another one need no claim. Whether something is unbound is a question of its own.
 
     Args:
@@ -126,7 +126,7 @@ def _claims(layout: RankLayout) -> Iterable[tuple[str, _Claim]]:
     for padding in layout.paddings:
         yield padding.resident, _Claim(padding.ops, f"padding ({padding.reason})")
     for derived in layout.derived:
-        yield derived.resident, _Claim((), f"derived by {derived.rule}")
+        yield derived.resident, _Claim(derived.ops, f"derived by {derived.rule}")
     for exempt in layout.exempt:
         yield exempt.resident, _Claim((), "exempt")
     for unbound in layout.unbound:

@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
+from syncguard.layout.ops import apply_ops
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
@@ -20,6 +22,15 @@ MLA_W_KC: Final = "mla_w_kc"
 """`w_kc[h] = kv_b[h, :nope, :]` (`deepseek_weight_loader.py` 0.5.23:762-786)."""
 MLA_W_VC: Final = "mla_w_vc"
 """`w_vc[h] = kv_b[h, nope:, :]^T` (same place)."""
+
+MLA_W_KC_DEQUANTIZED: Final = "mla_w_kc_dequantized"
+"""`mla_w_kc_dequantized:128x128`: the same, of kv_b_proj times its block scales, in float32, rounded once (FU:block_quant_dequant)."""
+MLA_W_VC_DEQUANTIZED: Final = "mla_w_vc_dequantized"
+"""Likewise for `w_vc`."""
+REPEATS_ROW: Final = "repeats_row"
+"""`repeats_row:17`: every row equals row 17 of the source (`convert_to_channelwise`, `quantization/utils.py` 0.5.23:141)."""
+EQUALS: Final = "equals"
+"""`equals:1.0`: every element has this value (KV scales that no checkpoint set, `kv_cache.py` 0.5.23:39-83)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +58,8 @@ def check_derived(claim: Derived, tensors: Mapping[str, Any]) -> DerivedResult:
     Returns:
         The result. A rule without a check, or a missing or unfitting tensor, does not hold.
     """
-    rule = _RULES.get(claim.rule)
+    name, _, argument = claim.rule.partition(":")
+    rule = _RULES.get(name)
     names = (claim.resident, *claim.sources)
     missing = [name for name in names if name not in tensors]
     if rule is None or missing:
@@ -55,7 +67,8 @@ def check_derived(claim: Derived, tensors: Mapping[str, Any]) -> DerivedResult:
         return DerivedResult(ok=False, detail=reason)
     found, *sources = (_plain(tensors[name]) for name in names)
     try:
-        due = rule(found, *sources)
+        found = apply_ops(found, claim.ops)
+        due = rule(found, *sources, argument) if argument else rule(found, *sources)
     except (ValueError, RuntimeError, TypeError) as error:
         return DerivedResult(ok=False, detail=f"rule {claim.rule} does not fit: {error}")
     if tuple(due.shape) != tuple(found.shape) or due.dtype != found.dtype:
@@ -107,10 +120,37 @@ def _mla_w_vc(found: Any, kv_b: Any) -> Any:
     return by_head[:, int(by_head.shape[1]) - int(found.shape[2]) :, :].swapaxes(1, 2)
 
 
+def _dequantized(found: Any, matrix: Any, scale: Any, block: str) -> Any:
+    rows, columns = (int(n) for n in block.split("x"))
+    spread = scale.repeat_interleave(rows, dim=0)[: matrix.shape[0]].repeat_interleave(columns, dim=1)
+    return (matrix.float() * spread[:, : matrix.shape[1]]).to(found.dtype)
+
+
+def _mla_w_kc_dequantized(found: Any, kv_b: Any, scale: Any, block: str) -> Any:
+    return _mla_w_kc(found, _dequantized(found, kv_b, scale, block))
+
+
+def _mla_w_vc_dequantized(found: Any, kv_b: Any, scale: Any, block: str) -> Any:
+    return _mla_w_vc(found, _dequantized(found, kv_b, scale, block))
+
+
+def _repeats_row(found: Any, source: Any, row: str) -> Any:
+    due = source[int(row) : int(row) + 1]
+    return due.expand(found.shape) if hasattr(due, "expand") else due.repeat(found.shape[0], axis=0)
+
+
+def _equals(found: Any, value: str) -> Any:
+    return found * 0 + float(value)
+
+
 _RULES: Final[Mapping[str, Callable[..., Any]]] = {
     WEIGHT_PLUS_ONE: _weight_plus_one,
     MLA_W_KC: _mla_w_kc,
     MLA_W_VC: _mla_w_vc,
+    MLA_W_KC_DEQUANTIZED: _mla_w_kc_dequantized,
+    MLA_W_VC_DEQUANTIZED: _mla_w_vc_dequantized,
+    REPEATS_ROW: _repeats_row,
+    EQUALS: _equals,
 }
 """What each rule gives, from the found tensor (for its shape only) and the sources."""
 

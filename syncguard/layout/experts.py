@@ -9,13 +9,24 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from syncguard.layout.forms import refuse_packed
+from syncguard.layout.forms import block_of, in_blocks, method_name, refuse_packed
 from syncguard.layout.ops import Narrow, Select, Transpose
 from syncguard.layout.rules import LayerView, Span, join, rule
 from syncguard.spec import Box
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from syncguard.layout.model import ResidentTensor
+
+CHANNELWISE = frozenset(
+    {
+        "W8A8Int8MoEMethod",
+        "CompressedTensorsFusedMoEMethod/CompressedTensorsW8A8Fp8MoE/channel",
+        "CompressedTensorsFusedMoEMethod/CompressedTensorsW8A8Int8MoE/channel",
+    }
+)
+"""Quantization methods of experts with one scale for each output row."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,11 +74,6 @@ def slots(view: LayerView) -> Iterator[Slot]:
 
 def _refuse_layouts(view: LayerView) -> None:
     refuse_packed(view)
-    method = view.attr("quant_method")
-    name = "" if method is None else type(method).__name__
-    if name not in {"", "UnquantizedFusedMoEMethod"}:
-        msg = f"no form for quantization method {name}"
-        raise ValueError(msg)
     for flag in ("use_flashinfer_trtllm_moe", "enable_flashinfer_cutlass_moe", "_mega_moe_weights_built"):
         if view.attr(flag, False):
             msg = f"no form for experts with {flag}"
@@ -99,14 +105,59 @@ def fused(view: LayerView) -> None:
     if view.family.experts.fused:
         msg = f"no form for experts fused in the checkpoint as {view.family.experts.fused}"
         raise ValueError(msg)
-    names = view.family.experts
-    rows = Box((inner.start, 0), (part, hidden))
-    columns = Box((0, inner.start), (hidden, part))
+    blocks, local_scale = scale_form(view)
+    scales = view.tensor(f"w13_{local_scale}"), view.tensor(f"w2_{local_scale}")
     for slot in slots(view):
-        for leaf, at in ((names.gate, 0), (names.up, part)):
-            ops = (Select(0, slot.index), Narrow(0, at, part))
-            view.bind(w13, f"{slot.name}.{leaf}.weight", (inner.total, hidden), rows, ops)
-        view.bind(w2, f"{slot.name}.{names.down}.weight", (hidden, inner.total), columns, (Select(0, slot.index),))
+        _bind_slot(view, slot, inner, ("weight", w13, w2), (1, 1))
+        if local_scale:
+            _bind_slot(view, slot, inner, (local_scale, *scales), blocks)
+
+
+def scale_form(view: LayerView) -> tuple[tuple[int, int], str]:
+    """Return rows and columns of values under one scale, and the tensors' name after `w13_`; no name without scales.
+
+    Raises:
+        ValueError: There is no form for the layer's live quantization method.
+    """
+    name = method_name(view)
+    method = view.attr("quant_method")
+    if name in {"", "UnquantizedFusedMoEMethod"}:
+        return (1, 1), ""
+    if name == "Fp8MoEMethod" and getattr(method, "block_quant", False) and not getattr(method, "use_mxfp8", False):
+        if any(getattr(view.attr(f"{w}_weight_scale_inv"), "format_ue8m0", False) for w in ("w13", "w2")):
+            msg = "UE8M0 scales of experts"
+            raise ValueError(msg)
+        return block_of(method), "weight_scale_inv"
+    if name in CHANNELWISE:
+        return (1, 0), "weight_scale"
+    msg = f"no form for quantization method {name}"
+    raise ValueError(msg)
+
+
+def _bind_slot(
+    view: LayerView,
+    slot: Slot,
+    inner: Span,
+    tensors: tuple[str, ResidentTensor | None, ResidentTensor | None],
+    blocks: tuple[int, int],
+) -> None:
+    """Bind gate, up and down of one slot; `blocks` are the values under one element, 0 columns for all of a row."""
+    leaf, w13, w2 = tensors
+    if w13 is None or w2 is None:
+        msg = f"no w13_{leaf} and w2_{leaf}"
+        raise ValueError(msg)
+    names = view.family.experts
+    hidden = int(view.attr("hidden_size"))
+    rows = in_blocks(inner, blocks[0])
+    across = in_blocks(Span.whole(hidden), blocks[1] or hidden)
+    for name, at in ((names.gate, 0), (names.up, rows.length)):
+        ops = (Select(0, slot.index), Narrow(0, at, rows.length))
+        box = Box((rows.start, 0), (rows.length, across.length))
+        view.bind(w13, f"{slot.name}.{name}.{leaf}", (rows.total, across.total), box, ops)
+    down = in_blocks(Span.whole(hidden), blocks[0])
+    columns = in_blocks(inner, blocks[1]) if blocks[1] else Span.whole(1)
+    box = Box((0, columns.start), (down.length, columns.length))
+    view.bind(w2, f"{slot.name}.{names.down}.{leaf}", (down.total, columns.total), box, (Select(0, slot.index),))
 
 
 def _runs(view: LayerView) -> Iterator[tuple[int, int, int]]:

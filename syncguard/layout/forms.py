@@ -1,40 +1,66 @@
-"""Quantization forms: how a linear layer's values, scales and metadata lie in memory, by its quantization method.
+"""Quantization forms of linear layers: how values, scales and metadata lie in memory, by the live quantization method.
 
-A form turns runs of rows into claims on each tensor of the layer. A method without a row is refused by name.
+A form turns runs of rows (`Piece`) into claims on each tensor of the layer. Every claim here is bitwise. Where the engine
+requantizes what it was sent, or repacks it without a published inverse, the layer is refused and says so.
+Sources: `sglang/srt/layers/quantization/{unquant,fp8,w8a8_int8}.py`, `compressed_tensors/schemes/` and `awq/` of 0.5.23.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from syncguard.layout.derived import REPEATS_ROW
+from syncguard.layout.ops import Narrow, Select, Transpose
 from syncguard.layout.rules import LayerView, Span
+from syncguard.spec import Box
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from syncguard.layout.linear import LinearPieces
+    from syncguard.layout.model import ResidentTensor
+    from syncguard.layout.ops import ViewOp
 
 LINEAR_FORMS: dict[str, Callable[[LayerView, LinearPieces], None]] = {}
-"""Form of each quantization method class; the empty name is a layer without one."""
+"""Form of each quantization method, by the name that `method_name` gives; the empty name is a layer without one."""
+
+FP8_DTYPES = frozenset({"float8_e4m3fn", "float8_e4m3fnuz"})
 
 
-def linear_form(view: LayerView) -> Callable[[LayerView, LinearPieces], None]:
-    """Return the form of the layer's live quantization method.
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A run of resident output rows that belongs to one checkpoint tensor.
 
-    Raises:
-        ValueError: There is no form for it.
+    Attributes:
+        name: Checkpoint module, without `.weight`.
+        at: First resident row.
+        rows: Which rows of the checkpoint tensor these are.
     """
-    method = view.attr("quant_method")
-    name = "" if method is None else type(method).__name__
-    found = LINEAR_FORMS.get(name)
-    if found is None:
-        msg = f"no form for quantization method {name}"
-        raise ValueError(msg)
-    return found
+
+    name: str
+    at: int
+    rows: Span
+
+
+@dataclass(frozen=True, slots=True)
+class LinearPieces:
+    """A linear layer as runs of rows.
+
+    Attributes:
+        pieces: In resident order.
+        columns: Which input columns are held.
+        rows_held: Resident output rows, padding included.
+        bias_whole: Every rank holds the whole bias (row-parallel layers).
+    """
+
+    pieces: tuple[Piece, ...]
+    columns: Span
+    rows_held: int
+    bias_whole: bool = False
 
 
 def form(*method_names: str) -> Callable[[Any], Any]:
-    """Register a form of linear layers for quantization method classes, by their names."""
+    """Register a form of linear layers for quantization methods, by their names."""
 
     def register(function: Any) -> Any:
         for name in method_names:
@@ -44,25 +70,77 @@ def form(*method_names: str) -> Callable[[Any], Any]:
     return register
 
 
+def method_name(view: LayerView) -> str:
+    """Return the class of the live quantization method, with its scheme and strategy where the method has schemes.
+
+    Such as `Fp8LinearMethod`, `CompressedTensorsLinearMethod/CompressedTensorsW8A8Fp8/channel`.
+    """
+    method = view.attr("quant_method")
+    if method is None:
+        return ""
+    parts = [type(method).__name__]
+    scheme = view.attr("scheme") or getattr(method, "scheme", None)
+    if scheme is not None:
+        parts.append(type(scheme).__name__)
+        strategy = getattr(scheme, "strategy", getattr(getattr(scheme, "weight_quant", None), "strategy", None))
+        if strategy is not None:
+            parts.append(str(getattr(strategy, "value", strategy)))
+    return "/".join(parts)
+
+
+def linear_form(view: LayerView) -> Callable[[LayerView, LinearPieces], None]:
+    """Return the form of the layer's live quantization method.
+
+    Raises:
+        ValueError: There is no form for it.
+    """
+    name = method_name(view)
+    found = LINEAR_FORMS.get(name)
+    if found is None:
+        msg = f"no form for quantization method {name}"
+        raise ValueError(msg)
+    return found
+
+
 def refuse_packed(view: LayerView) -> None:
-    """Refuse layers whose bytes a CPU backend has packed for AMX; the shape may look unchanged (UQ:716-739)."""
+    """Refuse layers whose bytes were packed or shuffled under an unchanged shape (UQ:716-739, FP8:915-933)."""
     if view.attr("use_intel_amx_backend", False):
         msg = "packed for AMX (use_intel_amx_backend)"
         raise ValueError(msg)
+    weight = view.attr("weight")
+    if getattr(weight, "is_shuffled", False):
+        msg = "weight shuffled in place for aiter (is_shuffled)"
+        raise ValueError(msg)
 
 
-@form("", "UnquantizedLinearMethod")
-def plain(view: LayerView, pieces: LinearPieces) -> None:
-    """Weight `[out, in]` and bias `[out]` as in the checkpoint."""
-    refuse_packed(view)
-    weight = view.tensor("weight")
-    if weight is not None:
-        if weight.shape != (pieces.rows_held, pieces.columns.length):
-            msg = f"weight is {weight.shape}, its layer says {(pieces.rows_held, pieces.columns.length)}"
-            raise ValueError(msg)
-        for piece in pieces.pieces:
-            view.bind_spans(weight, f"{piece.name}.weight", (piece.rows, pieces.columns), (piece.at, 0))
-    bind_bias(view, pieces)
+def stored_rows(view: LayerView, local: str, rows: int, columns: int) -> tuple[ResidentTensor, tuple[Transpose, ...]]:
+    """Return a matrix of the layer and the views that make it `[out, in]`.
+
+    Strides decide, never the shape: a square weight stored as `weight.t()` has the shape of one that is not.
+
+    Raises:
+        ValueError: The matrix is missing, or neither form fits.
+    """
+    found = view.tensor(local)
+    if found is None:
+        msg = f"no {local}"
+        raise ValueError(msg)
+    if found.shape == (rows, columns) and (found.strides[1] == 1 or columns == 1):
+        return found, ()
+    if found.shape == (columns, rows) and (found.strides[0] == 1 or columns == 1):
+        return found, (Transpose(0, 1),)
+    msg = f"{local} is {found.shape} with strides {found.strides}, its layer says {(rows, columns)}"
+    raise ValueError(msg)
+
+
+def bind_values(view: LayerView, pieces: LinearPieces) -> ResidentTensor:
+    """Claim the weight, stored either way round."""
+    weight, turned = stored_rows(view, "weight", pieces.rows_held, pieces.columns.length)
+    for piece in pieces.pieces:
+        ops: tuple[ViewOp, ...] = (*turned, *_narrowed(0, piece.at, piece.rows.length, pieces.rows_held))
+        box = Box((piece.rows.start, pieces.columns.start), (piece.rows.length, pieces.columns.length))
+        view.bind(weight, f"{piece.name}.weight", (piece.rows.total, pieces.columns.total), box, ops)
+    return weight
 
 
 def bind_bias(view: LayerView, pieces: LinearPieces) -> None:
@@ -73,3 +151,145 @@ def bind_bias(view: LayerView, pieces: LinearPieces) -> None:
     for piece in pieces.pieces:
         rows = Span.whole(piece.rows.total) if pieces.bias_whole else piece.rows
         view.bind_spans(bias, f"{piece.name}.bias", (rows,), (piece.at,))
+
+
+def _narrowed(dim: int, start: int, length: int, size: int) -> tuple[Narrow, ...]:
+    return () if (start, length) == (0, size) else (Narrow(dim, start, length),)
+
+
+def in_blocks(span: Span, block: int) -> Span:
+    """Return a span counted in blocks.
+
+    Raises:
+        ValueError: It starts or ends inside a block, so that two ranks would share a scale.
+    """
+    stop = span.start + span.length
+    if span.start % block or (stop % block and stop != span.total):
+        msg = f"[{span.start}:{stop}) of {span.total} is not made of blocks of {block}"
+        raise ValueError(msg)
+    return Span(span.start // block, -(-span.length // block), -(-span.total // block))
+
+
+def bind_block_scales(view: LayerView, pieces: LinearPieces, local: str, blocks: tuple[int, int]) -> None:
+    """Claim scales of `blocks[0] x blocks[1]` values each; resident rows as SGLang offsets them (LIN:1051, 1310)."""
+    scale = view.tensor(local)
+    if scale is None:
+        msg = f"no {local}"
+        raise ValueError(msg)
+    columns = in_blocks(pieces.columns, blocks[1])
+    for piece in pieces.pieces:
+        rows = in_blocks(piece.rows, blocks[0])
+        if piece.at % blocks[0]:
+            msg = f"{piece.name} starts at row {piece.at}, inside a block of {blocks[0]}"
+            raise ValueError(msg)
+        view.bind_spans(scale, f"{piece.name}.{local}", (rows, columns), (piece.at // blocks[0], 0))
+
+
+def bind_row_scales(view: LayerView, pieces: LinearPieces, local: str) -> None:
+    """Claim one scale for each output row, `[N, 1]`; a row-parallel layer holds them all on every rank."""
+    scale = view.tensor(local)
+    if scale is None:
+        msg = f"no {local}"
+        raise ValueError(msg)
+    rest = tuple(Span.whole(n) for n in scale.shape[1:])
+    for piece in pieces.pieces:
+        view.bind_spans(scale, f"{piece.name}.{local}", (piece.rows, *rest), (piece.at, *(0 for _ in rest)))
+
+
+@form("", "UnquantizedLinearMethod")
+def plain(view: LayerView, pieces: LinearPieces) -> None:
+    """Weight `[out, in]` and bias `[out]` as in the checkpoint."""
+    refuse_packed(view)
+    if view.tensor("weight") is not None:
+        weight, turned = stored_rows(view, "weight", pieces.rows_held, pieces.columns.length)
+        if turned:
+            msg = f"weight is stored turned, {weight.shape} with strides {weight.strides}"
+            raise ValueError(msg)
+        bind_values(view, pieces)
+    bind_bias(view, pieces)
+
+
+@form("Fp8LinearMethod")
+def fp8(view: LayerView, pieces: LinearPieces) -> None:
+    """Block scales beside unchanged values, or one scale a shard repeated over its rows (FP8:743-935, 1142-1256)."""
+    refuse_packed(view)
+    method = view.attr("quant_method")
+    if getattr(method, "use_mxfp8", False) or getattr(method, "convert_mxfp8_to_block", False):
+        msg = "mxfp8: scales are swizzled copies"
+        raise ValueError(msg)
+    if getattr(method, "use_marlin", False):
+        msg = "fp8 repacked for Marlin: no published inverse"
+        raise ValueError(msg)
+    if getattr(method, "block_quant", False):
+        _fp8_block(view, pieces, "weight_scale_inv", block_of(method))
+        return
+    if not getattr(method, "is_checkpoint_fp8_serialized", True):
+        msg = "quantized on line from a merged shard: export the result of the same quantization instead"
+        raise ValueError(msg)
+    scale = view.tensor("weight_scale")
+    if scale is None or scale.shape != (pieces.rows_held, 1):
+        msg = "requantized to the largest scale of its shards: values are not the exported ones"
+        raise ValueError(msg)
+    bind_values(view, pieces)
+    for piece in pieces.pieces:
+        view.bind(scale, f"{piece.name}.weight_scale", (), Box((), ()), (Select(0, piece.at), Select(0, 0)))
+        if piece.rows.length > 1:
+            rest = (Narrow(0, piece.at + 1, piece.rows.length - 1),)
+            view.derive(scale, f"{REPEATS_ROW}:{piece.at}", scale.name, ops=rest)
+    bind_bias(view, pieces)
+
+
+def block_of(holder: Any) -> tuple[int, int]:
+    """Return `(rows, columns)` of a scale block, from the method, its configuration or its scheme.
+
+    Raises:
+        ValueError: None of them says.
+    """
+    for owner in (holder, getattr(holder, "quant_config", None)):
+        block = getattr(owner, "weight_block_size", None)
+        if block:
+            return int(block[0]), int(block[1])
+    msg = "no weight_block_size"
+    raise ValueError(msg)
+
+
+def _fp8_block(view: LayerView, pieces: LinearPieces, local: str, block: tuple[int, int]) -> None:
+    weight = bind_values(view, pieces)
+    scale = view.tensor(local)
+    if weight.dtype not in FP8_DTYPES or scale is None:
+        msg = f"{weight.dtype} values with {local} {'missing' if scale is None else scale.dtype}"
+        raise ValueError(msg)
+    if getattr(view.live[scale.name], "format_ue8m0", False):
+        # DeepGEMM's packed form: four exponents of one row in an int32 (FU:2285-2340). Equal to what was sent only if
+        # the trainer sends it so; a checkpoint with float32 scales was requantized, and then the dtypes differ.
+        if scale.dtype != "int32":
+            msg = f"UE8M0 scales as {scale.dtype}"
+            raise ValueError(msg)
+        bind_block_scales(view, pieces, local, (1, 4 * block[1]))
+    else:
+        bind_block_scales(view, pieces, local, block)
+    bind_bias(view, pieces)
+
+
+@form(
+    "W8A8Int8LinearMethod",
+    "CompressedTensorsLinearMethod/CompressedTensorsW8A8Int8/channel",
+    "CompressedTensorsLinearMethod/CompressedTensorsW8A8Fp8/channel",
+)
+def channelwise(view: LayerView, pieces: LinearPieces) -> None:
+    """8-bit values, turned after loading, and one scale for each output row (`compressed_tensors_w8a8_fp8.py`:147)."""
+    refuse_packed(view)
+    for local in ("input_scale", "input_zero_point", "azp_adj"):
+        if view.tensor(local) is not None:
+            msg = f"static {local}: merged from those of the shards"
+            raise ValueError(msg)
+    bind_values(view, pieces)
+    bind_row_scales(view, pieces, "weight_scale")
+    bind_bias(view, pieces)
+
+
+@form("CompressedTensorsLinearMethod/CompressedTensorsW8A8Fp8/block")
+def ct_block(view: LayerView, pieces: LinearPieces) -> None:
+    """As `fp8` in blocks, under the name `weight_scale`."""
+    refuse_packed(view)
+    _fp8_block(view, pieces, "weight_scale", block_of(view.attr("scheme")))

@@ -6,46 +6,13 @@ stored (bf16, fp8 with scales, ...) is the matter of the quantization form.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from syncguard.layout.forms import linear_form
+from syncguard.layout.forms import LinearPieces, Piece, linear_form
 from syncguard.layout.rules import LayerView, Span, join, rule
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """A run of resident output rows that belongs to one checkpoint tensor.
-
-    Attributes:
-        name: Checkpoint module, without `.weight`.
-        at: First resident row.
-        rows: Which rows of the checkpoint tensor these are.
-    """
-
-    name: str
-    at: int
-    rows: Span
-
-
-@dataclass(frozen=True, slots=True)
-class LinearPieces:
-    """A linear layer as runs of rows.
-
-    Attributes:
-        pieces: In resident order.
-        columns: Which input columns are held.
-        rows_held: Resident output rows, padding included.
-        bias_whole: Every rank holds the whole bias (row-parallel layers).
-    """
-
-    pieces: tuple[Piece, ...]
-    columns: Span
-    rows_held: int
-    bias_whole: bool = False
 
 
 def siblings(view: LayerView, names: Sequence[str]) -> tuple[str, ...]:

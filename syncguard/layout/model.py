@@ -147,11 +147,12 @@ class Padding:
 
 @dataclass(frozen=True, slots=True)
 class Derived:
-    """A resident tensor that must follow from others by a named rule, checked in the rank."""
+    """A view of a resident tensor that must follow from others by a named rule, checked in the rank."""
 
     resident: str
     rule: str
     sources: tuple[str, ...] = ()
+    ops: tuple[ViewOp, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

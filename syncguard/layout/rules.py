@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from syncguard.layout.families import Family
     from syncguard.layout.ops import ViewOp
 
-Rule = "Callable[[LayerView], None]"
-
 RULES: dict[str, Callable[[LayerView], None]] = {}
 """Rule of each layer class, by class name."""
 
@@ -201,10 +199,10 @@ class LayerView:
         if start < resident.shape[dim]:
             self.pad(resident, (Narrow(dim, start, resident.shape[dim] - start),), reason)
 
-    def derive(self, resident: ResidentTensor, rule_name: str, *sources: str) -> None:
-        """Claim that a resident tensor follows from others by a rule of `layout.derived`."""
+    def derive(self, resident: ResidentTensor, rule_name: str, *sources: str, ops: Sequence[ViewOp] = ()) -> None:
+        """Claim that a view of a resident tensor follows from others by a rule of `layout.derived`."""
         self.out.claimed.add(resident.name)
-        self.out.derived.append(Derived(resident.name, rule_name, sources))
+        self.out.derived.append(Derived(resident.name, rule_name, sources, tuple(ops)))
 
     def exempt(self, resident: ResidentTensor, reason: str) -> None:
         """Name a resident tensor that no update writes and no export holds."""

@@ -1,13 +1,20 @@
-"""The cells of the table: which family was built at which split, and how one rank of it is made and walked."""
+"""The cells of the table: which family was built in which scheme at which split, and how one rank of it is made."""
 
 from __future__ import annotations
 
-from typing import Any
+import json
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
-from layout_checkpoints import CHECKPOINTS
+import torch
+from layout_checkpoints import CHECKPOINTS, Checkpoint
+from layout_quantize import SCHEMES
 from layout_ranks import Rank, Split
 
 from syncguard.layout.walk import walk_model
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 TP = (Split(), Split(tp=2), Split(tp=4))
 EP = (Split(tp=2, ep=2), Split(tp=4, ep=2), Split(tp=4, ep=4))
@@ -32,11 +39,83 @@ SPLITS: dict[str, tuple[Split, ...]] = {
     "qwen3-next": TP + EP,
 }
 
-CELLS = [(name, split) for name, splits in SPLITS.items() for split in splits]
+QUANTIZED: dict[str, tuple[str, ...]] = {
+    "fp8-block": ("qwen3", "qwen3-moe", "glm4-moe", "deepseek-v3"),
+    "fp8-tensor": ("llama", "qwen3"),
+    "ct-fp8-channel": ("llama", "qwen3", "qwen3-moe", "glm4-moe"),
+    "ct-int8-channel": ("llama", "qwen3"),
+    "w8a8-int8": ("llama", "qwen3", "qwen3-moe", "glm4-moe"),
+}
+
+BLOCKS_OF_128: dict[str, Any] = {
+    "hidden_size": 256,
+    "head_dim": 64,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "intermediate_size": 512,
+    "moe_intermediate_size": 256,
+}
+"""Sizes at which each part of two ranks is made of whole 128 x 128 blocks, which SGLang demands."""
+
+MLA_BLOCKS: dict[str, Any] = {
+    "num_key_value_heads": 8,
+    "q_lora_rank": 256,
+    "kv_lora_rank": 128,
+    "qk_nope_head_dim": 64,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 64,
+}
 
 
-def build(name: str, folder: Any, split: Split, pp_rank: int, tp_rank: int) -> Rank:
-    return Rank(folder, split, pp_rank, tp_rank, **CHECKPOINTS[name].server_args)
+@dataclass(frozen=True)
+class Cell:
+    """One cell: a checkpoint, a dtype or quantization scheme, and a split."""
+
+    name: str
+    scheme: str
+    split: Split
+
+    def __str__(self):
+        return f"{self.name} {self.scheme} {self.split}".replace(" ", "-")
+
+    @property
+    def checkpoint(self) -> Checkpoint:
+        """The checkpoint, in the sizes that the scheme needs."""
+        checkpoint = CHECKPOINTS[self.name]
+        if self.scheme not in SCHEMES:
+            return checkpoint
+        sizes = BLOCKS_OF_128 | (MLA_BLOCKS if "kv_lora_rank" in checkpoint.changes else {})
+        return replace(checkpoint, changes=checkpoint.changes | sizes)
+
+    @property
+    def dtype(self) -> str:
+        """Dtype of what is not quantized."""
+        return self.scheme if self.scheme not in SCHEMES else "bfloat16"
+
+    def export(self, folder: Path) -> dict[str, torch.Tensor]:
+        """Write the checkpoint's config and return the tensors as the trainer sends them."""
+        tensors = self.checkpoint.save(folder)
+        path = folder / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"dtype": self.dtype}))
+        if self.scheme in SCHEMES:
+            tensors = SCHEMES[self.scheme].export(folder, tensors)
+        return self.checkpoint.cast(tensors, getattr(torch, self.dtype))
+
+    def rank(self, folder: Path, pp_rank: int, tp_rank: int) -> Rank:
+        """Build one rank, not loaded."""
+        return Rank(folder, self.split, pp_rank, tp_rank, **{"dtype": self.dtype, **self.checkpoint.server_args})
+
+
+CELLS = [
+    *(Cell(name, "float32", split) for name, splits in SPLITS.items() for split in splits),
+    *(Cell(name, "bfloat16", Split(tp=2)) for name in SPLITS),
+    *(
+        Cell(name, scheme, split)
+        for scheme, names in QUANTIZED.items()
+        for name in names
+        for split in (Split(tp=2, ep=2) if name in {"qwen3-moe", "deepseek-v3"} else Split(tp=2),)
+    ),
+]
 
 
 def walk(rank: Rank) -> tuple[Any, dict[str, Any]]:

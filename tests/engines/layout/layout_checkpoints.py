@@ -61,13 +61,21 @@ class Checkpoint:
         for tensor in tensors.values():
             if tensor.unique().numel() < tensor.numel() // 2:  # ones and zeros at the start: a swap would not show
                 tensor.copy_(torch.rand(tensor.shape, generator=generator) + 0.5)
-        return {name: tensor.to(self._dtype(name, tensor.dtype)) for name, tensor in tensors.items()}
+        return tensors
 
-    def _dtype(self, name: str, dtype: torch.dtype) -> torch.dtype:
-        return next((cast for suffix, cast in self.casts.items() if name.endswith(suffix)), dtype)
+    def cast(self, tensors: dict[str, torch.Tensor], dtype: torch.dtype) -> dict[str, torch.Tensor]:
+        """Return the tensors in the dtypes in which the engine holds them; quantized ones and scales stay."""
+        cast = {}
+        for name, tensor in tensors.items():
+            own = next((held for suffix, held in self.casts.items() if name.endswith(suffix)), dtype)
+            kept = tensor.dtype != torch.float32 or "_scale" in name
+            cast[name] = tensor if kept else tensor.to(own)
+        return cast
 
 
 _MOE = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
+
+ROUTER_FLOAT32 = {".e_score_correction_bias": torch.float32}
 
 _YARN = {
     "rope_type": "yarn",
@@ -119,6 +127,7 @@ CHECKPOINTS = {
             "n_group": 1,
             "topk_group": 1,
         },
+        casts=ROUTER_FLOAT32 | {".gate.weight": torch.float32},
     ),
     "gpt-oss": Checkpoint(
         "gpt-oss",
@@ -126,7 +135,7 @@ CHECKPOINTS = {
         "GptOssForCausalLM",
         {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 64, "sliding_window": 16},
         {"attention_backend": "triton"},
-        {".sinks": torch.bfloat16},
+        {".sinks": torch.bfloat16, "_proj_bias": torch.float32},
     ),
     "deepseek-v2": Checkpoint(
         "DeepSeek-V2",
@@ -175,6 +184,7 @@ CHECKPOINTS = {
             "n_group": 1,
             "topk_group": 1,
         },
+        casts=ROUTER_FLOAT32,
     ),
     "qwen3-next": Checkpoint(
         "Qwen3-Next",
@@ -195,5 +205,6 @@ CHECKPOINTS = {
             "decoder_sparse_step": 1,
             "mlp_only_layers": [],
         },
+        casts={".A_log": torch.float32},
     ),
 }

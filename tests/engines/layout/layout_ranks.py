@@ -7,9 +7,11 @@ Weights go through the class's own `load_weights` and the `process_weights_after
 from __future__ import annotations
 
 import os
-from contextlib import contextmanager
+import sys
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
 
@@ -84,7 +86,7 @@ class Rank:
             role="scheduler",
             ranks=runtime_context.SpawnRanks(world_rank=pp_rank * split.tp + tp_rank),
         )
-        with self.entered():
+        with self.entered(), self.as_on_cuda():
             from sglang.srt.configs.model_config import ModelConfig
 
             self.model_config = ModelConfig.from_server_args(self.args)
@@ -114,11 +116,29 @@ class Rank:
         torch.set_default_dtype(self.model_config.dtype)
         return _initialize_model(self.model_config, load, quant)
 
+    @contextmanager
+    def as_on_cuda(self) -> Iterator[None]:
+        """Take the branches that SGLang's quantization takes on a CUDA device; its CPU branches need AMX.
+
+        Only flags are changed: create, load and post-process are the engine's own code, on CPU tensors.
+        """
+        with ExitStack() as stack:
+            stack.enter_context(mock.patch("torch.cuda.get_device_capability", return_value=(9, 0)))
+            stack.enter_context(
+                mock.patch("sglang.srt.layers.quantization.fp8.cutlass_fp8_supported", return_value=True)
+            )
+            for name, module in list(sys.modules.items()):
+                if name.startswith("sglang.srt.layers.quantization") and getattr(module, "_is_cpu", False) is True:
+                    stack.enter_context(mock.patch.object(module, "_is_cpu", new=False))
+                if name.endswith("deepseek_weight_loader"):
+                    stack.enter_context(mock.patch.object(module, "_is_cuda", new=True))
+            yield
+
     def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Load tensors as an engine does: the class's own loader, then each method's post-processing."""
         from sglang.srt.model_loader.loader import DefaultModelLoader
 
-        with self.entered():
+        with self.entered(), self.as_on_cuda():
             DefaultModelLoader.load_weights_and_postprocess(
                 self.model, ((name, tensor.clone()) for name, tensor in tensors.items()), torch.device("cpu")
             )

@@ -53,7 +53,7 @@ def element_numbers(tensors: Mapping[str, torch.Tensor]) -> dict[str, np.ndarray
 
 def digit_tensor(numbers: np.ndarray, base: int, digit: int, dtype: torch.dtype) -> torch.Tensor:
     """Return a checkpoint tensor of one digit of its element numbers."""
-    values = torch.from_numpy((numbers // base**digit) % base + 1)
+    values = torch.from_numpy(np.asarray((numbers // base**digit) % base + 1))
     if dtype.itemsize == 1 and dtype.is_floating_point:
         return values.to(torch.uint8).view(dtype)
     return values.to(dtype)

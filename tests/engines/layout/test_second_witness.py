@@ -5,8 +5,7 @@ from functools import partial
 
 import pytest
 import torch
-from layout_cases import CELLS, build, walk
-from layout_checkpoints import CHECKPOINTS
+from layout_cases import CELLS, walk
 from layout_witness import disagreements, record
 
 from syncguard.layout.coverage import partition_problems, resident_problems
@@ -14,25 +13,12 @@ from syncguard.layout.coverage import partition_problems, resident_problems
 torch.set_num_threads(1)
 
 
-@pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory):
-    saved = {}
-
-    def get(name):
-        if name not in saved:
-            folder = tmp_path_factory.mktemp(name)
-            saved[name] = (folder, CHECKPOINTS[name].save(folder))
-        return saved[name]
-
-    return get
-
-
-@pytest.mark.parametrize(("name", "split"), CELLS, ids=lambda value: str(value).replace(" ", "-"))
-def test_the_rules_bind_every_element_where_the_engines_own_loader_put_it(name, split, checkpoints):
-    folder, tensors = checkpoints(name)
+@pytest.mark.parametrize("cell", CELLS, ids=str)
+def test_the_rules_bind_every_element_where_the_engines_own_loader_put_it(cell, tmp_path):
+    tensors = cell.export(tmp_path)
     boxes = defaultdict(set)
-    for pp_rank, tp_rank in split.ranks:
-        seen = record(tensors, partial(build, name, folder, split, pp_rank, tp_rank), walk)
+    for pp_rank, tp_rank in cell.split.ranks:
+        seen = record(tensors, partial(cell.rank, tmp_path, pp_rank, tp_rank), walk)
         assert seen.layout.unbound == ()
         assert resident_problems(seen.layout) == ()
         assert disagreements(seen) == []

@@ -4,8 +4,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from layout_cases import CELLS, build
-from layout_checkpoints import CHECKPOINTS
+from layout_cases import CELLS
 from layout_pipeline import Worker, manifest_of
 
 from syncguard.manifest.verdict import VerdictStatus
@@ -28,10 +27,10 @@ def one_bit_flipped(tensor, generator):
         raw.bitwise_xor_(1)
 
 
-@pytest.mark.parametrize(("name", "split"), CELLS, ids=lambda value: str(value).replace(" ", "-"))
-def test_one_flipped_bit_in_any_resident_tensor_is_caught_and_named(name, split, tmp_path):
-    tensors = CHECKPOINTS[name].save(tmp_path)
-    ranks = [build(name, tmp_path, split, *place) for place in split.ranks]
+@pytest.mark.parametrize("cell", CELLS, ids=str)
+def test_one_flipped_bit_in_any_resident_tensor_is_caught_and_named(cell, tmp_path):
+    tensors = cell.export(tmp_path)
+    ranks = [cell.rank(tmp_path, *place) for place in cell.split.ranks]
     for rank in ranks:
         rank.load(tensors)
     manifest = manifest_of(tensors)

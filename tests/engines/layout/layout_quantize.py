@@ -1,0 +1,114 @@
+"""Quantized exports of the tiny checkpoints: each scheme's published arithmetic and its entry in config.json."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+KEPT = ("norm.weight", "embed_tokens.weight", "lm_head.weight", "mlp.gate.weight", ".bias", "e_score_correction_bias")
+FP8_MAX = 448.0
+
+
+def _quantizable(name: str, tensor: torch.Tensor) -> bool:
+    return tensor.dim() == 2 and name.endswith(".weight") and not name.endswith(KEPT)
+
+
+def fp8_block(name: str, weight: torch.Tensor, block: int = 128) -> dict[str, torch.Tensor]:
+    """DeepSeek's 128 x 128 blocks: `weight` e4m3fn, `weight_scale_inv` float32 `[ceil(N/128), ceil(K/128)]`."""
+    rows, columns = (-(-n // block) for n in weight.shape)
+    padded = torch.zeros(rows * block, columns * block)
+    padded[: weight.shape[0], : weight.shape[1]] = weight
+    blocks = padded.reshape(rows, block, columns, block)
+    scale = blocks.abs().amax(dim=(1, 3)) / FP8_MAX
+    values = (blocks / scale[:, None, :, None]).reshape(rows * block, columns * block)
+    return {
+        name: values[: weight.shape[0], : weight.shape[1]].to(torch.float8_e4m3fn).contiguous(),
+        f"{name}_scale_inv": scale,
+    }
+
+
+def fp8_tensor(name: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:
+    """One scale for the whole tensor, `weight_scale` float32 scalar."""
+    scale = weight.abs().amax() / FP8_MAX
+    return {name: (weight / scale).to(torch.float8_e4m3fn), f"{name}_scale": scale}
+
+
+def channel(name: str, weight: torch.Tensor, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """One scale for each output row, `weight_scale` float32 `[N, 1]` (compressed-tensors)."""
+    limit = 127.0 if dtype is torch.int8 else FP8_MAX
+    scale = weight.abs().amax(dim=1, keepdim=True) / limit
+    values = weight / scale
+    return {name: (values.round() if dtype is torch.int8 else values).to(dtype), f"{name}_scale": scale}
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """A quantization scheme: how one weight is exported, and what config.json says."""
+
+    name: str
+    quantize: Callable[[str, torch.Tensor], dict[str, torch.Tensor]]
+    config: dict[str, Any]
+
+    def export(self, folder: Path, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return the quantized tensors and add the scheme to the folder's config.json."""
+        path = folder / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": self.config}))
+        exported: dict[str, torch.Tensor] = {}
+        for name, tensor in tensors.items():
+            exported.update(self.quantize(name, tensor) if _quantizable(name, tensor) else {name: tensor})
+        return exported
+
+
+def _compressed(bits: int, kind: str) -> dict[str, Any]:
+    def scheme(dynamic: bool, strategy: str) -> dict[str, Any]:
+        return {"num_bits": bits, "type": kind, "symmetric": True, "dynamic": dynamic, "strategy": strategy}
+
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized" if kind == "float" else "int-quantized",
+        "config_groups": {
+            "group_0": {
+                "targets": ["Linear"],
+                "weights": scheme(False, "channel"),
+                "input_activations": scheme(True, "token"),
+            }
+        },
+        "ignore": ["lm_head", "re:.*mlp.gate$"],
+        "quantization_status": "compressed",
+    }
+
+
+SCHEMES = {
+    "fp8-block": Scheme(
+        "fp8 block 128x128",
+        fp8_block,
+        {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]},
+    ),
+    "fp8-tensor": Scheme(
+        "fp8 per tensor",
+        fp8_tensor,
+        {"quant_method": "fp8", "activation_scheme": "dynamic"},
+    ),
+    "ct-fp8-channel": Scheme(
+        "compressed-tensors fp8 per channel",
+        lambda name, weight: channel(name, weight, torch.float8_e4m3fn),
+        _compressed(8, "float"),
+    ),
+    "ct-int8-channel": Scheme(
+        "compressed-tensors int8 per channel",
+        lambda name, weight: channel(name, weight, torch.int8),
+        _compressed(8, "int"),
+    ),
+    "w8a8-int8": Scheme(
+        "w8a8_int8 per channel",
+        lambda name, weight: channel(name, weight, torch.int8),
+        {"quant_method": "w8a8_int8"},
+    ),
+}

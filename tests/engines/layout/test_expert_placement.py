@@ -1,0 +1,84 @@
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from layout_cases import Cell
+from layout_pipeline import Worker, manifest_of
+from layout_ranks import Split
+from layout_witness import disagreements, record
+
+from syncguard.layout.walk import walk_model
+from syncguard.manifest.verdict import FindingCode, VerdictStatus
+
+torch.set_num_threads(1)
+
+CELL = Cell("qwen3-moe", "float32", Split(tp=2, ep=2, redundant=4))
+"""8 logical experts in 12 physical slots, 6 a rank."""
+
+PHYSICAL_TO_LOGICAL = torch.tensor([[3, 1, 0, 3, 5, 2, 7, 6, 4, 0, 1, 7], [0, 1, 2, 3, 4, 5, 6, 7, 7, 7, 2, 0]])
+
+
+@pytest.fixture
+def placed(monkeypatch):
+    """SGLang's own placement metadata, made from a physical-to-logical map as EPLB makes it."""
+    from sglang.srt.eplb import expert_location
+
+    def everywhere(layer, logical, require_global_experts=False):
+        return (PHYSICAL_TO_LOGICAL[layer] == logical).nonzero().flatten().tolist()
+
+    metadata = SimpleNamespace(
+        physical_to_logical_map_cpu=PHYSICAL_TO_LOGICAL,
+        num_logical_experts=8,
+        logical_to_all_physical=everywhere,
+    )
+    monkeypatch.setattr(expert_location, "get_global_expert_location_metadata", lambda: metadata)
+    monkeypatch.setattr(
+        "sglang.srt.layers.moe.fused_moe_triton.layer.get_global_expert_location_metadata", lambda: metadata
+    )
+    return metadata
+
+
+def test_redundant_experts_are_bound_where_the_live_map_put_them(placed, tmp_path):
+    tensors = CELL.export(tmp_path)
+    for tp_rank in range(2):
+        seen = record(
+            tensors,
+            lambda tp_rank=tp_rank: CELL.rank(tmp_path, 0, tp_rank),
+            lambda rank: walk_model(rank.model, rank=rank.identity),
+        )
+        assert disagreements(seen) == []
+        for layer in range(2):
+            held = [
+                int(shard.tensor.fqn.split(".")[5])
+                for shard in seen.layout.shards()
+                if shard.tensor.fqn.startswith(f"model.layers.{layer}.")
+                and shard.tensor.fqn.endswith("down_proj.weight")
+            ]
+            assert held == PHYSICAL_TO_LOGICAL[layer][6 * tp_rank : 6 * tp_rank + 6].tolist()
+
+
+def test_one_stale_replica_of_a_redundant_expert_is_caught_although_another_is_right(placed, tmp_path):
+    tensors = CELL.export(tmp_path)
+    ranks = [CELL.rank(tmp_path, 0, tp_rank) for tp_rank in range(2)]
+    for rank in ranks:
+        rank.load(tensors)
+    worker = Worker(ranks)
+    manifest = manifest_of(tensors)
+    assert worker.verdict(manifest).status is VerdictStatus.MATCH
+    ranks[1].model.model.layers[1].mlp.experts.w2_weight.data[3].add_(1)  # physical 9 of layer 1: logical 7 again
+    verdict = worker.verdict(manifest, again=1)
+    assert verdict.status is VerdictStatus.MISMATCH
+    assert {finding.fqn for finding in verdict.findings} == {"model.layers.1.mlp.experts.7.down_proj.weight"}
+
+
+def test_a_wrong_placement_map_does_not_pass(placed, tmp_path):
+    tensors = CELL.export(tmp_path)
+    ranks = [CELL.rank(tmp_path, 0, tp_rank) for tp_rank in range(2)]
+    for rank in ranks:
+        rank.load(tensors)
+    placed.physical_to_logical_map_cpu = PHYSICAL_TO_LOGICAL.flip(1)
+    verdict = Worker(ranks).verdict(manifest_of(tensors))
+    assert verdict.status is VerdictStatus.MISMATCH
+    assert FindingCode.DERIVED_STALE not in {finding.code for finding in verdict.findings}
