@@ -112,6 +112,7 @@ class _Walk:
             self.limit,
             float(temperature) if isinstance(temperature, int | float) and temperature > 0 else 1.0,
             experts if isinstance(experts, int) else 0,
+            self.policy.mae_limit_nats,
         )
 
     def _end(self, kind: Kind, side: Side = "", detail: str = "", candidates: tuple[str, ...] = ()) -> Diagnosis:
@@ -312,9 +313,10 @@ class _Walk:
             return shaped
         if known is not None:
             return self._end(*known, reason)
-        shaped = self._shaped(weak_shape(view), "C")
-        if shaped is not None:
-            return shaped
+        weak = weak_shape(view)
+        # T0 agreed: a broad tail that begins with the update is the update.
+        if weak is not None and not (fingerprint == "partial update" and weak.kind is Kind.TAIL):
+            return self._end(weak.kind, "C", weak.detail, weak.candidates)
         if fingerprint == "partial update":
             return self._end(Kind.PARTIAL_UPDATE, "B", reason)
         gap = self._difference(b, c, "B_new-C_new").mae

@@ -28,6 +28,8 @@ class ReplayEvidence:
         a: Generation scores, at T0.
         b_old: Passes of B at T0, cold.
         c_old: Passes of C at T0.
+        b_old_warm: Passes of B at T0 that really ran on a warm prefix cache; they measure what a warm cache changes while
+            weights do not.
         b_definition: Distribution that A and B describe.
         c_definition: Distribution that C describes.
         positions: [response] response position of each score; 0, 1, 2 … where not given.
@@ -40,6 +42,7 @@ class ReplayEvidence:
     a: FloatArray | None = None
     b_old: tuple[FloatArray, ...] = ()
     c_old: tuple[FloatArray, ...] = ()
+    b_old_warm: tuple[FloatArray, ...] = ()
     b_definition: ScoreDefinition = RAW
     c_definition: ScoreDefinition = RAW
     positions: IntArray | None = None
@@ -55,7 +58,7 @@ class ReplayEvidence:
         put(self, "mask", mask)
         if self.positions is None:
             put(self, "positions", np.arange(mask.size, dtype=np.int64))
-        for name in ("b_new_cold", "b_new_warm", "c_new", "b_old", "c_old"):
+        for name in ("b_new_cold", "b_new_warm", "c_new", "b_old", "c_old", "b_old_warm"):
             values = getattr(self, name)
             put(
                 self,
@@ -69,6 +72,8 @@ class ReplayEvidence:
     @classmethod
     def from_record(cls, record: ReplayRecord) -> ReplayEvidence:
         """Take the evidence out of a record that was carried across an update."""
+        cached = record.meta.get("cached_tokens", {})
+        really_warm = {key for key in record.scores if cached.get(str(key), -1) != 0}
         return cls(
             mask=record.loss_mask,
             b_new_cold=record.passes("B", "new", "cold"),
@@ -77,6 +82,11 @@ class ReplayEvidence:
             a=next(iter(record.passes("A")), None),
             b_old=record.passes("B", "old", "cold"),
             c_old=record.passes("C", "old"),
+            b_old_warm=tuple(
+                record.scores[key]
+                for key in sorted(really_warm)
+                if (key.path, key.state, key.cache) == ("B", "old", "warm")
+            ),
             b_definition=record.definitions.get("B", record.definition),
             c_definition=record.definitions.get("C", record.definition),
         )
@@ -99,5 +109,5 @@ class ReplayEvidence:
             a=np.concatenate(generated) if len(generated) == len(parts) else None,
             b_definition=parts[0].b_definition,
             c_definition=parts[0].c_definition,
-            **{name: passes(name) for name in ("b_new_cold", "b_new_warm", "c_new", "b_old", "c_old")},
+            **{name: passes(name) for name in ("b_new_cold", "b_new_warm", "c_new", "b_old", "c_old", "b_old_warm")},
         )

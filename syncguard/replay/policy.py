@@ -22,7 +22,7 @@ import numpy as np
 
 from syncguard.replay.compare import Difference, RepeatNoise, describe_difference, measure_repeat_noise
 from syncguard.replay.evidence import ReplayEvidence
-from syncguard.replay.patterns import find_constant_offset, find_tail
+from syncguard.replay.patterns import OFFSET_RESIDUAL_FACTOR, find_constant_offset, find_tail
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -316,7 +316,8 @@ class _Judgement:
         """A constant looks like a change of weights to every later step, so it is named first."""
         if self.gap.mae < self.limit:
             return None
-        found = find_constant_offset((self.b_new - self.c_new)[self.active], self.positions)
+        noise = max(self.limit, OFFSET_RESIDUAL_FACTOR * self.policy.mae_limit_nats)
+        found = find_constant_offset((self.b_new - self.c_new)[self.active], self.positions, residual_nats=noise)
         if found is None:
             return None
         said = f"B_new-C_new is {found.offset_nats:+.4f} nat on every token from position {found.from_position} on"
@@ -340,12 +341,26 @@ class _Judgement:
             return ReplayStatus.FAIL, "partial update", f"{said}: part of the update is missing or wrong"
         return None
 
+    def _warm_limit(self) -> float:
+        """Return how far a warm pass may be from a cold one.
+
+        Where T0 had a warm pass, one engine at one state has shown what a warm cache changes: much less than the gap
+        between two engines, and keys and values of a short old prefix may change little more.
+        """
+        if self.b_old is None or not self.evidence.b_old_warm:
+            return self.limit
+        at_t0 = max(self._between("warm", warm, self.b_old).mae for warm in self.evidence.b_old_warm)
+        repeats = max((noise.mae for noise in self.repeats if noise.label.startswith("B")), default=0.0)
+        measured = self.policy.noise_factor * max(at_t0, repeats)
+        return min(self.limit, max(self.policy.resolution_nats, measured, self.noise / 2))
+
     def _cache(self, power: Power) -> _Outcome | None:
+        limit = self._warm_limit()
         for difference, scores in zip(self.warm, self.evidence.b_new_warm, strict=True):
             followed = self._followed(scores)
             lags = power.sees and followed is not None and followed < self.policy.follow_share
-            if difference.mae >= self.limit or (lags and difference.mae > self.quiet):
-                said = f"{difference.label} is {difference.mae:.4g} nat (limit {self.limit:.4g})"
+            if difference.mae >= limit or (lags and difference.mae > self.quiet):
+                said = f"{difference.label} is {difference.mae:.4g} nat (limit {limit:.4g})"
                 reason = f"{said}: the prefix cache holds keys and values of other weights"
                 return ReplayStatus.FAIL, "stale prefix cache", reason
         return None

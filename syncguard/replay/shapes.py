@@ -15,6 +15,7 @@ import numpy as np
 from syncguard.replay.explain import Kind
 from syncguard.replay.patterns import (
     MIN_TOKENS,
+    OFFSET_RESIDUAL_FACTOR,
     find_constant_offset,
     find_divergence,
     find_shift,
@@ -46,6 +47,7 @@ class PairView:
         limit_nats: MAE under which two paths agree.
         temperature: Temperature of the sampling settings.
         experts: Number of experts of the model, 0 where dense or unknown.
+        fixed_limit_nats: The policy's fixed limit.
     """
 
     suspects: Sequence[FloatArray]
@@ -56,6 +58,7 @@ class PairView:
     limit_nats: float
     temperature: float = 1.0
     experts: int = 0
+    fixed_limit_nats: float = 0.01
 
     @property
     def tolerance_nats(self) -> float:
@@ -144,7 +147,8 @@ def _shift(view: PairView, index: int) -> Shape | None:
 
 
 def _offset(view: PairView, delta: FloatArray, positions: IntArray) -> Shape | None:
-    found = find_constant_offset(delta, positions)
+    noise = max(view.limit_nats, OFFSET_RESIDUAL_FACTOR * view.fixed_limit_nats)
+    found = find_constant_offset(delta, positions, residual_nats=noise)
     if found is None or _temperature(view) is not None:  # rows of high entropy make a temperature look constant
         return None
     return Shape(

@@ -97,6 +97,17 @@ def test_a_prefix_cache_of_the_old_weights_fails_although_the_cold_replay_agrees
     assert (verdict.status, verdict.fingerprint) == (ReplayStatus.FAIL, "stale prefix cache")
 
 
+def test_a_warm_pass_of_t0_makes_the_limit_of_warm_passes_sharper():
+    """Between two bfloat16 engines 0.03 nat is noise; within one engine, whose warm pass changed nothing at T0, it is not."""
+    one = evidence(noise=BFLOAT16)
+    warm = one.b_new_cold[0] + np.random.default_rng(3).laplace(0, 0.02, 64)
+    assert judge_replay(evidence(noise=BFLOAT16, b_new_warm=(warm,))).status is ReplayStatus.PASS
+    sharp = judge_replay(evidence(noise=BFLOAT16, b_new_warm=(warm,), b_old_warm=one.b_old[:1]))
+    assert (sharp.status, sharp.fingerprint) == (ReplayStatus.FAIL, "stale prefix cache")
+    noisy = one.b_old[0] + np.random.default_rng(4).laplace(0, 0.02, 64)
+    assert judge_replay(evidence(noise=BFLOAT16, b_new_warm=(warm,), b_old_warm=(noisy,))).status is ReplayStatus.PASS
+
+
 def test_of_several_warm_passes_the_one_on_the_old_cache_decides_and_is_not_taken_for_noise():
     one = evidence()
     lagging = one.b_old[0] + 0.3 * (one.b_new_cold[0] - one.b_old[0])
