@@ -14,14 +14,8 @@ from syncguard.replay.compare import (
 from syncguard.replay.diagnose import diagnose
 from syncguard.replay.evidence import ReplayEvidence
 from syncguard.replay.explain import ADVICE, Diagnosis, Kind
-from syncguard.replay.policy import (
-    Power,
-    ReplayPolicy,
-    ReplayStatus,
-    ReplayVerdict,
-    judge_replay,
-    most_telling,
-)
+from syncguard.replay.judge import judge_replay, most_telling
+from syncguard.replay.policy import Power, ReplayPolicy, ReplayStatus, ReplayVerdict
 from syncguard.replay.record import A, ReplayRecord, ScoreKey, b_key, c_key
 from syncguard.replay.record_file import load_many, save_many
 from syncguard.replay.run import PairSummary, RepeatStudy, study_repeats, summarize_run

@@ -16,7 +16,8 @@ from syncguard.errors import RecordError
 from syncguard.replay.compare import Difference, describe_difference, measure_repeat_noise
 from syncguard.replay.evidence import ReplayEvidence
 from syncguard.replay.explain import Diagnosis, Kind, Side, conclude
-from syncguard.replay.policy import ReplayPolicy, ReplayStatus, judge_replay
+from syncguard.replay.judge import judge_replay
+from syncguard.replay.policy import ReplayPolicy, ReplayStatus
 from syncguard.replay.record import ReplayRecord
 from syncguard.replay.shapes import PairView, Shape, missing_scores, strong_shape, weak_shape
 
