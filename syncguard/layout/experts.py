@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from syncguard.layout.forms import block_of, in_blocks, method_name, refuse_packed
+from syncguard.layout.linear import exported_size
 from syncguard.layout.ops import Narrow, Select, Transpose
-from syncguard.layout.rules import LayerView, Span, join, rule
+from syncguard.layout.rules import PADDED_FOR_SPLIT, LayerView, Span, join, rule
 from syncguard.spec import Box
 
 if TYPE_CHECKING:
@@ -94,10 +95,13 @@ def fused(view: LayerView) -> None:
     rank, size = int(view.attr("moe_tp_rank", 0)), int(view.attr("moe_tp_size", 1))
     part = int(view.attr("intermediate_size_per_partition"))
     hidden = int(view.attr("hidden_size"))
-    inner = Span(rank * part, part, part * size)
+    inner = Span.part(part * size, rank, size, exported_size(view, part * size))
     local = int(view.attr("num_local_experts"))
     if w13.shape != (local, 2 * part, hidden) or w2.shape != (local, hidden, part):
         msg = f"experts are {w13.shape} and {w2.shape}, their layer says {local} x 2 x {part} x {hidden}"
+        raise ValueError(msg)
+    if view.family.experts.fused == "interleaved" and inner.padding:
+        msg = f"interleaved experts padded from {inner.total}"
         raise ValueError(msg)
     if view.family.experts.fused == "interleaved":
         _fused_interleaved(view, inner, hidden)
@@ -150,14 +154,19 @@ def _bind_slot(
     hidden = int(view.attr("hidden_size"))
     rows = in_blocks(inner, blocks[0])
     across = in_blocks(Span.whole(hidden), blocks[1] or hidden)
-    for name, at in ((names.gate, 0), (names.up, rows.length)):
-        ops = (Select(0, slot.index), Narrow(0, at, rows.length))
+    keep = Select(0, slot.index)
+    for name, at in ((names.gate, 0), (names.up, rows.held)):
         box = Box((rows.start, 0), (rows.length, across.length))
+        ops = (keep, Narrow(0, at, rows.length))
         view.bind(w13, f"{slot.name}.{name}.{leaf}", (rows.total, across.total), box, ops)
+        view.pad(w13, (keep, Narrow(0, at + rows.length, rows.padding)), PADDED_FOR_SPLIT)
     down = in_blocks(Span.whole(hidden), blocks[0])
     columns = in_blocks(inner, blocks[1]) if blocks[1] else Span.whole(1)
     box = Box((0, columns.start), (down.length, columns.length))
-    view.bind(w2, f"{slot.name}.{names.down}.{leaf}", (down.total, columns.total), box, (Select(0, slot.index),))
+    held = (keep, Narrow(1, 0, columns.length)) if columns.padding else (keep,)
+    view.bind(w2, f"{slot.name}.{names.down}.{leaf}", (down.total, columns.total), box, held)
+    if columns.padding:
+        view.pad(w2, (keep, Narrow(1, columns.length, columns.padding)), PADDED_FOR_SPLIT)
 
 
 def _runs(view: LayerView) -> Iterator[tuple[int, int, int]]:

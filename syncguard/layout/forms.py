@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from syncguard.layout.derived import REPEATS_ROW
 from syncguard.layout.ops import Narrow, Select, Transpose
-from syncguard.layout.rules import LayerView, Span
+from syncguard.layout.rules import PADDED_FOR_SPLIT, LayerView, Span
 from syncguard.spec import Box
 
 if TYPE_CHECKING:
@@ -135,11 +135,18 @@ def stored_rows(view: LayerView, local: str, rows: int, columns: int) -> tuple[R
 
 def bind_values(view: LayerView, pieces: LinearPieces) -> ResidentTensor:
     """Claim the weight, stored either way round."""
-    weight, turned = stored_rows(view, "weight", pieces.rows_held, pieces.columns.length)
+    columns = pieces.columns
+    weight, turned = stored_rows(view, "weight", pieces.rows_held, columns.held)
+    across = _narrowed(1, 0, columns.length, columns.held)
     for piece in pieces.pieces:
-        ops: tuple[ViewOp, ...] = (*turned, *_narrowed(0, piece.at, piece.rows.length, pieces.rows_held))
-        box = Box((piece.rows.start, pieces.columns.start), (piece.rows.length, pieces.columns.length))
-        view.bind(weight, f"{piece.name}.weight", (piece.rows.total, pieces.columns.total), box, ops)
+        ops: tuple[ViewOp, ...] = (*turned, *_narrowed(0, piece.at, piece.rows.length, pieces.rows_held), *across)
+        box = Box((piece.rows.start, columns.start), (piece.rows.length, columns.length))
+        view.bind(weight, f"{piece.name}.weight", (piece.rows.total, columns.total), box, ops)
+        if piece.rows.padding:
+            tail = Narrow(0, piece.at + piece.rows.length, piece.rows.padding)
+            view.pad(weight, (*turned, tail, *across), PADDED_FOR_SPLIT)
+    if columns.padding:
+        view.pad(weight, (*turned, Narrow(1, columns.length, columns.padding)), PADDED_FOR_SPLIT)
     return weight
 
 
@@ -161,13 +168,16 @@ def in_blocks(span: Span, block: int) -> Span:
     """Return a span counted in blocks.
 
     Raises:
-        ValueError: It starts or ends inside a block, so that two ranks would share a scale.
+        ValueError: It starts or ends inside a block, so that two ranks would share a scale, or it was padded.
     """
+    if span.padding and block > 1:
+        msg = f"no rule for scales of a dimension that was padded from {span.total}"
+        raise ValueError(msg)
     stop = span.start + span.length
     if span.start % block or (stop % block and stop != span.total):
         msg = f"[{span.start}:{stop}) of {span.total} is not made of blocks of {block}"
         raise ValueError(msg)
-    return Span(span.start // block, -(-span.length // block), -(-span.total // block))
+    return Span(span.start // block, -(-span.length // block), -(-span.total // block), span.padding)
 
 
 def bind_block_scales(view: LayerView, pieces: LinearPieces, local: str, blocks: tuple[int, int]) -> None:
@@ -201,7 +211,7 @@ def plain(view: LayerView, pieces: LinearPieces) -> None:
     """Weight `[out, in]` and bias `[out]` as in the checkpoint."""
     refuse_packed(view)
     if view.tensor("weight") is not None:
-        weight, turned = stored_rows(view, "weight", pieces.rows_held, pieces.columns.length)
+        weight, turned = stored_rows(view, "weight", pieces.rows_held, pieces.columns.held)
         if turned:
             msg = f"weight is stored turned, {weight.shape} with strides {weight.strides}"
             raise ValueError(msg)

@@ -52,6 +52,30 @@ def _input_size(view: LayerView) -> int:
     return int(view.attr("input_size", view.attr("hidden_size", 0)))
 
 
+SPLIT_SIZES = ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size", "intermediate_size_mlp")
+
+
+def exported_size(view: LayerView, size: int) -> int | None:
+    """Return the length in the checkpoint of a dimension that the engine padded to `size`; None where it did not.
+
+    On a CPU SGLang rounds these sizes up to a multiple of `32 tp` in the model's own configuration, keeps the old value as
+    `original_*`, and loads zeros behind (`configs/update_config.py` 0.5.23:173-209, 290-304; weight_utils.py:1995).
+
+    Raises:
+        ValueError: Two sizes were padded to the same one, and the layer does not say which it is.
+    """
+    found = {
+        int(original)
+        for name in SPLIT_SIZES
+        if getattr(view.config, name, None) == size
+        and (original := getattr(view.config, f"original_{name}", None)) is not None
+    }
+    if len(found) > 1:
+        msg = f"{size} is the padded form of {sorted(found)}"
+        raise ValueError(msg)
+    return found.pop() if found else None
+
+
 @rule("ReplicatedLinear")
 def replicated(view: LayerView) -> None:
     """Every rank holds all (LIN:349-379); a packed one holds its parts one after the other."""
@@ -87,8 +111,9 @@ def packed_widths(view: LayerView) -> tuple[int, ...]:
 def column(view: LayerView) -> None:
     """Rank r holds rows `[rN/tp, (r+1)N/tp)`, of the bias too (LIN:550-572)."""
     rank, size = view.group()
-    rows = Span.part(int(view.attr("output_size")), rank, size)
-    _claim(view, LinearPieces((Piece(view.name, 0, rows),), Span.whole(_input_size(view)), rows.length))
+    output = int(view.attr("output_size"))
+    rows = Span.part(output, rank, size, exported_size(view, output))
+    _claim(view, LinearPieces((Piece(view.name, 0, rows),), Span.whole(_input_size(view)), rows.held))
 
 
 @rule("MergedColumnParallelLinear")
@@ -101,9 +126,9 @@ def merged(view: LayerView) -> None:
         outputs = [sum(outputs)]
     pieces, at = [], 0
     for name, output in zip(names, outputs, strict=True):
-        rows = Span.part(output, rank, size)
+        rows = Span.part(output, rank, size, exported_size(view, output))
         pieces.append(Piece(name, at, rows))
-        at += rows.length
+        at += rows.held
     _claim(view, LinearPieces(tuple(pieces), Span.whole(_input_size(view)), at))
 
 
@@ -143,5 +168,5 @@ def row(view: LayerView) -> None:
     """Rank r holds columns `[rK/tp, ...)`; every rank holds the whole bias, rank 0 adds it (LIN:1611-1701, 1762)."""
     rank, size = view.group()
     rows = int(view.attr("output_size"))
-    columns = Span.part(_input_size(view), rank, size)
+    columns = Span.part(_input_size(view), rank, size, exported_size(view, _input_size(view)))
     _claim(view, LinearPieces((Piece(view.name, 0, Span.whole(rows)),), columns, rows, bias_whole=True))

@@ -82,11 +82,18 @@ class Span:
         start: First index held, in elements of the logical dimension.
         length: How many are held.
         total: Length of the logical dimension.
+        padding: How many zeros the rank holds after them.
     """
 
     start: int
     length: int
     total: int
+    padding: int = 0
+
+    @property
+    def held(self) -> int:
+        """Resident length, padding included."""
+        return self.length + self.padding
 
     @classmethod
     def whole(cls, total: int) -> Span:
@@ -94,11 +101,23 @@ class Span:
         return cls(0, total, total)
 
     @classmethod
-    def part(cls, total: int, rank: int, size: int) -> Span:
-        """Return part `rank` of `size` equal parts; the last may be cut short when the parts are rounded up."""
+    def part(cls, total: int, rank: int, size: int, exported: int | None = None) -> Span:
+        """Return part `rank` of `size` equal parts; the last may be cut short when the parts are rounded up.
+
+        Args:
+            total: Length that the engine splits.
+            rank: Which part.
+            size: Number of parts.
+            exported: Length in the checkpoint, where the engine padded it to `total` with zeros.
+        """
         length = -(-total // size)
-        start = min(rank * length, total)
-        return cls(start, min(length, total - start), total)
+        end = total if exported is None else exported
+        start = min(rank * length, end)
+        held = min(length, end - start)
+        return cls(start, held, end, 0 if exported is None else length - held)
+
+
+PADDED_FOR_SPLIT = "padded so that the ranks get equal parts"
 
 
 @dataclass(slots=True)
@@ -186,6 +205,9 @@ class LayerView:
         )
         box = Box(tuple(span.start for span in spans), tuple(span.length for span in spans))
         self.bind(resident, logical, tuple(span.total for span in spans), box, ops)
+        for dim, (offset, span) in enumerate(zip(offsets, spans, strict=True)):
+            if span.padding:
+                self.pad(resident, (Narrow(dim, offset + span.length, span.padding),), PADDED_FOR_SPLIT)
 
     def pad(self, resident: ResidentTensor, ops: Sequence[ViewOp], reason: str, *, value_byte: int = 0) -> None:
         """Claim that a view of a resident tensor holds `value_byte` in every byte."""
