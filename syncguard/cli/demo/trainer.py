@@ -265,7 +265,7 @@ def _seeded_model(config: Any, seed: int) -> Any:
 
 def _response_logprobs(model: Any, sample: Scored) -> torch.Tensor:
     """Return fp32 log-probabilities of the response tokens, `[response]`."""
-    ids = torch.as_tensor(np.asarray(sample.input_ids), dtype=torch.int64)
+    ids = torch.tensor(np.asarray(sample.input_ids), dtype=torch.int64)
     logits = model(input_ids=ids.unsqueeze(0), use_cache=False).logits[0, sample.prompt_length - 1 : -1]
     logprobs = functional.log_softmax(logits.float(), dim=-1)
     return logprobs.gather(1, ids[sample.prompt_length :].unsqueeze(1)).squeeze(1)
