@@ -283,8 +283,9 @@ def _announced(state: AgentState, event: UpdateAnnounced) -> _Outcome:
     if newest is not None and event.version.older_than(newest[0]):
         if not event.rollback_because:
             return state, (_goes_back(event.version, newest[0]),), "version_order"
+        # The version rolled back to is the new floor; its manifest is not known yet.
         kept = tuple(a for a in state.accepted if a[0].run_id != event.version.run_id)
-        state = replace(state, accepted=kept)
+        state = replace(state, accepted=(*kept, (event.version, "")))
     after, effects, why = _to(
         state, Phase.UPDATING, "update_announced", f"the trainer is about to push {event.version}"
     )
@@ -302,7 +303,7 @@ def _requested(state: AgentState, event: VerifyRequested) -> _Outcome:
             after, effects, why = _to(state, Phase.BLOCKED, "version_order", f"{refusal.what}: {refusal.found}")
             return after, (*effects, refusal), why
         return state, (refusal,), "version_order"
-    if newest is not None and newest[0] == event.version and newest[1] != event.manifest_id:
+    if newest is not None and newest[0] == event.version and newest[1] not in ("", event.manifest_id):
         contradiction = Refuse(
             "a second manifest of one weight version with other content",
             expected=f"{event.version} as manifest {newest[1]}",

@@ -29,7 +29,9 @@ VERSIONS = [WeightVersion("run", 0), WeightVersion("run", 1), WeightVersion("run
 MANIFESTS = ["m0", "m1"]
 
 
-def oracle_ready(history: list[tuple[object, float, bool]]) -> bool:
+def oracle_ready(  # noqa: C901, PLR0912 - one branch an event, so that it can be read from top to bottom
+    history: list[tuple[object, float, bool]],
+) -> bool:
     """Whether the worker may serve, by reading the history from its start.
 
     A proof is (fence, version, manifest). It is made by a MATCH of the newest accepted request when nothing moved since
@@ -54,8 +56,6 @@ def oracle_ready(history: list[tuple[object, float, bool]]) -> bool:
         elif isinstance(event, Tick | EngineLost):
             if proof and now_s - renewed_s >= LEASE_S:
                 proof, lapsed = None, proof
-            elif isinstance(event, EngineLost) and not proof and not lapsed:
-                pass
         elif isinstance(event, UpdateAnnounced):
             if accepted:
                 request = proof = lapsed = None
@@ -63,7 +63,7 @@ def oracle_ready(history: list[tuple[object, float, bool]]) -> bool:
             if accepted:
                 newest_ticket += 1
                 request, proof, lapsed = (newest_ticket, event), None, None
-            elif event.version == _newest_of(history, event, now_s):
+            elif event.version == _newest_of(history, event):
                 request = proof = lapsed = None  # a contradiction: nobody knows what the worker should hold
         elif isinstance(event, VerifyFinished):
             if request and request[0] == event.ticket:
@@ -83,17 +83,17 @@ def oracle_ready(history: list[tuple[object, float, bool]]) -> bool:
     return proof is not None
 
 
-def _newest_of(history, event, now_s):
+def _newest_of(history, event):
     """Version of the last accepted request of the same run before this very event."""
     newest = None
-    for other, at_s, accepted in history:
+    for other, _, accepted in history:
         if other is event:
             break
         if isinstance(other, VerifyRequested) and accepted and other.version.run_id == event.version.run_id:
             newest = other.version
-        if isinstance(other, UpdateAnnounced) and accepted and other.rollback_because:
-            if newest is not None and other.version.older_than(newest):
-                newest = None
+        rolled_back = isinstance(other, UpdateAnnounced) and accepted and other.rollback_because
+        if rolled_back and newest is not None and other.version.older_than(newest):
+            newest = None
     return newest
 
 
@@ -214,7 +214,7 @@ class AgainstOracle(RuleBasedStateMachine):
         manifest = MANIFESTS[1 - MANIFESTS.index(manifest)] if change == "manifest" else manifest
         self.feed(Reproved(other if change == "fence" else fence, manifest, "said"))
 
-    @rule(seconds=st.sampled_from([0.5, 2.0, 4.9]))
+    @rule(seconds=st.sampled_from([0.5, 2.0, 4.75]))
     def time_goes_by(self, seconds):
         self.now_s += seconds
         self.feed(Tick())
@@ -236,5 +236,5 @@ class AgainstOracle(RuleBasedStateMachine):
         assert (self.state.running is not None) == (self.state.phase is Phase.VERIFYING)
 
 
-AgainstOracle.TestCase.settings = settings(max_examples=250, stateful_step_count=25, deadline=None)
+AgainstOracle.TestCase.settings = settings(max_examples=120, stateful_step_count=25, deadline=None)
 test_state_machine_agrees_with_the_oracle = AgainstOracle.TestCase
