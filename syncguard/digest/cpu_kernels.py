@@ -235,7 +235,7 @@ def run(panels: Any, first: Any, stop: Any, keys: Any, loops: Any, data: Any) ->
     """Fill the data sums of the panels `first` to `stop`; releases the interpreter lock.
 
     Args:
-        panels: i64[n, 9], see `cpu.Panel`.
+        panels: i64[n, 9], see `panels.Panel`.
         first: First panel.
         stop: End of the panels.
         keys: u64[KEYS_LENGTH] of `expand`.

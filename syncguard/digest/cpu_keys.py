@@ -132,7 +132,7 @@ def cover(panels: Any, keys: Any, coverage: Any) -> None:
     """Fill the coverage sums of panels; releases the interpreter lock.
 
     Args:
-        panels: i64[n, 9], see `cpu.Panel`.
+        panels: i64[n, 9], see `panels.Panel`.
         keys: u64[KEYS_LENGTH] of `expand`.
         coverage: u64[n], written.
     """

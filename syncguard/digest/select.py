@@ -1,6 +1,6 @@
 """Which implementation runs where: the fastest one that works here, and a loud word when it is not the usual one.
 
-On the CPU: numba, else torch when the process already has it, else numpy. Before an engine is given out it has
+On the CPU: numba, else torch when the process already has it, else numpy. On a GPU: Triton, else torch. Before an engine is given out it has
 answered a few small tensors in every layout like the reference; one that cannot, or does not, is passed over. So a
 broken compiler costs time and a warning, never a different result.
 """
@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+import os
 import sys
+from dataclasses import replace
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -41,7 +43,7 @@ def engine_for(device: str = "cpu") -> DigestEngine:
     """
     if device.split(":", maxsplit=1)[0] == "cpu":
         return _cpu_engine()
-    return _torch_engine()
+    return _device_engine(device)
 
 
 def warm_up(device: str = "cpu") -> str:
@@ -52,6 +54,8 @@ def warm_up(device: str = "cpu") -> str:
 def available_engines() -> list[DigestEngine]:
     """Return every engine that can run in this process, fastest first; imports what they need."""
     engines: list[DigestEngine] = []
+    if os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton") is not None:
+        engines.append(_triton_engine())
     if importlib.util.find_spec("numba") is not None:
         engines.append(_numba_engine())
     if importlib.util.find_spec("torch") is not None:
@@ -76,6 +80,32 @@ def _cpu_engine() -> DigestEngine:
     return engine
 
 
+def _device_engine(device: str) -> DigestEngine:
+    slower = _torch_engine()
+    try:
+        from syncguard.digest.triton_path import usable
+
+        if not usable(device):
+            raise UnsupportedError("no Triton path for this device", expected="cuda", found=device)  # noqa: TRY301
+        engine = _triton_engine()
+        _prove(engine, device)
+    except Exception as error:  # noqa: BLE001 - whatever breaks in a compiler, the answer is the slower engine
+        _log.warning(
+            "SLOW DIGESTS: no Triton path on %s (%s: %s); using torch operations, about 10 times slower.",
+            device,
+            type(error).__name__,
+            error,
+        )
+        return slower
+    return engine
+
+
+def _triton_engine() -> DigestEngine:
+    from syncguard.digest.triton_path import TritonEngine
+
+    return TritonEngine()
+
+
 def _numba_engine() -> DigestEngine:
     from syncguard.digest.cpu import NumbaEngine
 
@@ -92,7 +122,7 @@ def _torch_engine() -> DigestEngine:
     return TorchEngine()
 
 
-def _prove(engine: DigestEngine) -> None:
+def _prove(engine: DigestEngine, device: str = "cpu") -> None:
     """Compare an engine with the reference on every item size, in each layout; compiles what it has to.
 
     Raises:
@@ -107,7 +137,8 @@ def _prove(engine: DigestEngine) -> None:
             sizes = [box.sizes[dimension] for dimension in order]
             block = memory[: 3 * 38 * 77].reshape(sizes)
             jobs.append(DigestJob(block.transpose(np.argsort(order)), dtype, shape, box, "self-test"))
-    for job, expected, found in zip(jobs, NumpyEngine().partials(jobs), engine.partials(jobs), strict=True):
+    there = [replace(job, view=_moved(job.view, device)) for job in jobs]
+    for job, expected, found in zip(jobs, NumpyEngine().partials(jobs), engine.partials(there), strict=True):
         if expected != found:
             raise IncompleteError(
                 f"the {engine.name} digest differs from the reference",
@@ -116,3 +147,13 @@ def _prove(engine: DigestEngine) -> None:
                 where=f"{job.dtype.name} strides {job.view.strides}",
                 todo="report it",
             )
+
+
+def _moved(view: Any, device: str) -> Any:
+    """Return an array as a tensor of a device with the same strides; itself for the CPU."""
+    if device == "cpu":
+        return view
+    import torch
+
+    raw = torch.from_numpy(view.view(f"i{view.itemsize}" if view.itemsize > 1 else "u1"))
+    return raw.to(device, memory_format=torch.preserve_format)
