@@ -10,6 +10,8 @@ from syncguard.errors import ExitCode
 from syncguard.replay.compare import Difference, compare_scores, objective_effect
 from syncguard.replay.diagnose import diagnose
 from syncguard.replay.explain import ADVICE, Diagnosis, Kind
+from syncguard.replay.record import A, b_key, c_key
+from syncguard.replay.run import summarize_run
 from syncguard.report import figures
 from syncguard.report.terminal import pairs_of
 
@@ -217,6 +219,29 @@ def record_row(record: ReplayRecord, found: Diagnosis) -> dict[str, str]:
     """Return the line of a record in an index."""
     tone = tone_of_diagnosis(found)
     return {"name": record.record_id or "record", "kind": found.kind.value, "tone": tone, "reason": found.reason}
+
+
+_RUN_PAIRS: Final = (
+    ("A-B", A, b_key(0, "old")),
+    ("B-C", b_key(0, "old"), c_key(0, "old")),
+    ("A-C", A, c_key(0, "old")),
+    ("B0-B1", b_key(0, "old"), b_key(1, "old")),
+    ("C0-C1", c_key(0, "old"), c_key(1, "old")),
+    ("B_new-C_new", b_key(0, "new"), c_key(0, "new")),
+)
+
+
+def run_rows(records: Sequence[ReplayRecord]) -> list[dict[str, str]]:
+    """Return the comparisons that all records of a run allow, each with an interval that resamples responses."""
+    if len(records) < 2 or not all(record.loss_mask.any() for record in records):  # noqa: PLR2004 - a run
+        return []
+    rows = []
+    for label, left, right in _RUN_PAIRS:
+        if all(left in record.scores and right in record.scores for record in records):
+            found = summarize_run(records, left, right, label)
+            interval = f"{_nats(found.interval.low)} to {_nats(found.interval.high)}"
+            rows.append({**figure_row(found.difference.as_dict()), "interval": interval})
+    return rows
 
 
 def _plots(record: ReplayRecord, pairs: Sequence[tuple[str, Any, Any]], limit_nats: float) -> list[str]:

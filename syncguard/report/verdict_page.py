@@ -12,7 +12,15 @@ from typing import TYPE_CHECKING, Any
 import jinja2
 
 from syncguard.replay.diagnose import diagnose
-from syncguard.report.page_model import RECORDS_DRAWN, WIDE_FROM, record_model, record_row, step_model, timeline_plot
+from syncguard.report.page_model import (
+    RECORDS_DRAWN,
+    WIDE_FROM,
+    record_model,
+    record_row,
+    run_rows,
+    step_model,
+    timeline_plot,
+)
 
 if TYPE_CHECKING:
     import os
@@ -58,6 +66,7 @@ def render_report(
         records=drawn,
         hidden_records=max(0, len(records) - RECORDS_DRAWN),
         record_index=index,
+        run=run_rows(records),
     )
 
 

@@ -146,6 +146,13 @@ def test_many_records_are_listed_and_only_some_are_drawn(monkeypatch):
     assert sum(text == "clean 2" for text in found.texts) == 7
 
 
+def test_a_run_of_several_responses_is_summed_up_with_an_interval():
+    text = render_report([], [make_record("clean", seed) for seed in (1, 2)], "x")
+    assert "Over all 2 responses" in text
+    assert text.count("interval of the MAE") == 1
+    assert "Over all" not in render_report([], [make_record("clean", 1)], "x")
+
+
 def test_a_timeline_is_drawn_once_two_updates_were_replayed():
     assert "Replay across updates" not in render_report([blocked_step()], [], "x")
     assert "Replay across updates" in render_report([blocked_step()] * 2, [], "x")
