@@ -54,6 +54,8 @@ def _input_size(view: LayerView) -> int:
 
 SPLIT_SIZES = ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size", "intermediate_size_mlp")
 
+FEED_FORWARD_LAYERS = frozenset({"gate_up_proj", "gate_proj", "up_proj", "down_proj", "experts"})
+
 
 def exported_size(view: LayerView, size: int) -> int | None:
     """Return the length in the checkpoint of a dimension that the engine padded to `size`; None where it did not.
@@ -61,9 +63,13 @@ def exported_size(view: LayerView, size: int) -> int | None:
     On a CPU SGLang rounds these sizes up to a multiple of `32 tp` in the model's own configuration, keeps the old value as
     `original_*`, and loads zeros behind (`configs/update_config.py` 0.5.23:173-209, 290-304; weight_utils.py:1995).
 
+    Only feed-forward layers are split along these sizes: an attention output of the same width is not padded.
+
     Raises:
         ValueError: Two sizes were padded to the same one, and the layer does not say which it is.
     """
+    if view.fqn.rpartition(".")[2] not in FEED_FORWARD_LAYERS:
+        return None
     found = {
         int(original)
         for name in SPLIT_SIZES
@@ -144,6 +150,10 @@ def qkv(view: LayerView) -> None:
     totals = int(view.attr("total_num_heads")), int(view.attr("total_num_kv_heads"))
     if heads * size != totals[0] or kv_heads * kv_size != totals[1] * replicas:
         msg = f"{heads} heads x {size} ranks and {kv_heads} kv heads x {kv_size} / {replicas} are not {totals}"
+        raise ValueError(msg)
+    exported = tuple(getattr(view.config, f"original_{n}", None) for n in ("num_attention_heads", "total_num_kv_heads"))
+    if any(old is not None and int(old) != now for old, now in zip(exported, totals, strict=True)):
+        msg = f"heads were padded from {exported} to {totals}: no rule"
         raise ValueError(msg)
     names = packed_names(view, 3)
     query = heads * head
