@@ -60,11 +60,16 @@ def tiles_of(panel: Panel) -> Iterator[tuple[Form, Tile]]:
     whole = (panel.columns - head) // per_word
     for column in (*range(head), *range(head + whole * per_word, panel.columns)):
         place = (panel.column + column) * size
-        form = Form(size, 1)
-        yield from _split(
-            form, at + column * panel.column_stride, (1, panel.rows), (0, panel.row_stride, 0),
-            (panel.row, panel.row_step), (place // 4, 1), 8 * (place % 4), pair=1,
-        )  # fmt: skip
+        here, form = at + column * panel.column_stride, Form(size, 1)
+        rows, of_word = (panel.row, panel.row_step), (place // 4, 1)
+        if panel.row_step == 1:
+            yield from _split(
+                form, here, (1, panel.rows), (0, panel.row_stride, 0), panel.row, of_word, 8 * (place % 4), pair=1
+            )
+        else:  # rows that do not follow each other have no common table: they are the lines
+            yield from _split(
+                form, here, (panel.rows, 1), (panel.row_stride, 0, 0), place // 4, rows, 8 * (place % 4), pair=0
+            )
     if not whole:
         return
     at += head * panel.column_stride
@@ -75,7 +80,7 @@ def tiles_of(panel: Panel) -> Iterator[tuple[Form, Tile]]:
             form = Form(min(size, 4), per_word)
             yield from _split(
                 form, at + 4 * half, (whole, panel.rows), strides,
-                (panel.row, 1), (word + half, max(1, size // 4)), 0, pair=1,
+                panel.row, (word + half, max(1, size // 4)), 0, pair=1,
             )  # fmt: skip
         return
     words = whole * max(1, size // 4)
@@ -84,7 +89,7 @@ def tiles_of(panel: Panel) -> Iterator[tuple[Form, Tile]]:
         aligned //= 2
     form = Form(aligned, 4 // aligned)
     yield from _split(
-        form, at, (panel.rows, words), (panel.row_stride, 4, aligned), (word, 1), (panel.row, panel.row_step), 0, pair=0
+        form, at, (panel.rows, words), (panel.row_stride, 4, aligned), word, (panel.row, panel.row_step), 0, pair=0
     )
 
 
@@ -93,21 +98,20 @@ def _split(
     address: int,
     counts: tuple[int, int],
     strides: tuple[int, int, int],
-    index: tuple[int, int],
+    first: int,
     line: tuple[int, int],
     shift: int,
     *,
     pair: int,
 ) -> Iterator[tuple[Form, Tile]]:
-    """Yield tiles of `counts` (lines, indices): none crosses the end of a key table, none has much over 256 KiB."""
+    """Yield tiles of `counts` (lines, indices from `first`), of about 256 KiB; none crosses the end of a key table."""
     lines, count = counts
     line_stride, index_stride, part_stride = strides
-    (first, index_step), (line_first, line_step) = index, line
+    line_first, line_step = line
     done = 0
     while done < count:
-        number = first + done * index_step
-        # Indices that do not follow each other have no common table: one tile each.
-        here = min(count - done, _TABLE - number % _TABLE, 1 if index_step != 1 else count)
+        number = first + done
+        here = min(count - done, _TABLE - number % _TABLE)
         start = address + done * index_stride
         fits = form == Form(4, 1) and index_stride == 4 and (start | line_stride) % 16 == 0 and here >= 4
         here = here // 4 * 4 if fits else here

@@ -26,12 +26,12 @@ for name in ("uint8", "bfloat16", "float32", "float64"):
         {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize_bytes])
     matrix = memory[: 15 * 70].reshape(15, 70)
     views = [matrix[:, :64], matrix[2:5, 3:8], matrix[:9].T, matrix[1:, 5:12].T, matrix[:, 1:70:3], matrix[0]]
-    for view in views if dtype.itemsize_bytes < 4 else views[1:4]:
+    for view in views if name == "bfloat16" else views[1:3]:
         offsets, shape = (65530, 262135), (70000, 270001)
         rank = view.ndim
         jobs.append(DigestJob(view, dtype, shape[-rank:], Box(offsets[-rank:], tuple(view.shape)), "w"))
     cube = memory[: 4 * 6 * 10].reshape(4, 6, 10)
-    for view in (cube.transpose(0, 2), cube[1:3, 2:4]):
+    for view in (cube.transpose(0, 2), cube[1:3, 2:4]) if name in ("uint8", "bfloat16") else ():
         jobs.append(DigestJob(view, dtype, (20, 20, 20), Box((2, 3, 5), tuple(view.shape)), "w"))
 empty = torch.zeros(0, 4, dtype=torch.int16)
 jobs.append(DigestJob(empty, dtype_named("bfloat16"), (0, 4), Box.whole((0, 4))))
@@ -51,7 +51,7 @@ def test_the_interpreted_kernel_agrees_with_the_reference_on_every_way_of_readin
         check=False,
         env={**os.environ, "TRITON_INTERPRET": "1"},
     )
-    assert done.stdout.split("\n")[0] == "28 []", done.stderr
+    assert done.stdout.split("\n")[0] == "18 []", done.stderr
 
 
 def covered(panel):
