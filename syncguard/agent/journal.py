@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from syncguard.digest import PartialDigest
-from syncguard.errors import BadInputError, SpecVersionError
+from syncguard.errors import BadInputError, SpecVersionError, UsageError
 from syncguard.manifest.model import KnownVersion
 from syncguard.spec import Box, WeightVersion
 
@@ -87,7 +87,7 @@ def _pack(known: KnownVersion) -> bytes:
 def _unpack(label: str, body: bytes) -> KnownVersion | None:
     try:
         packed = msgspec.msgpack.decode(zlib.decompress(body), type=_Packed)
-    except (zlib.error, msgspec.MsgspecError):
+    except (zlib.error, msgspec.MsgspecError, TypeError):
         return None
     return KnownVersion(
         label,
@@ -132,7 +132,11 @@ class Journal:
             (health,) = self._db.execute("PRAGMA quick_check(1)").fetchone()
             if health != "ok":
                 raise sqlite3.DatabaseError(health)
-        except (sqlite3.Error, OSError) as error:
+            # All readers once: what is damaged in a way that SQLite does not see is refused now, not in an update.
+            self.accepted()
+            self.known()
+            self.transitions()
+        except (sqlite3.Error, OSError, TypeError, ValueError, UsageError) as error:
             raise BadInputError(
                 "cannot use the journal",
                 expected="a SQLite file that no other agent holds",
