@@ -316,6 +316,7 @@ class AgentServer:
         check_listen(options.address, options.tls)
         access = options.effective_access()
         self._agent = agent
+        self._told: int | None = None
         self._server = grpc.server(
             futures.ThreadPoolExecutor(_THREADS, thread_name_prefix="grpc"),
             interceptors=(RoleInterceptor(access, _NEEDED),),
@@ -344,8 +345,11 @@ class AgentServer:
         agent.listen(self._announce)
 
     def _announce(self, readiness: Readiness) -> None:
-        serving = health_pb2.HealthCheckResponse.SERVING
-        status = serving if readiness.state is ReadinessState.READY else health_pb2.HealthCheckResponse.NOT_SERVING
+        response = health_pb2.HealthCheckResponse
+        status = response.SERVING if readiness.state is ReadinessState.READY else response.NOT_SERVING
+        if status == self._told:
+            return  # watchers are told of changes only
+        self._told = status
         self._health.set("", status)
         self._health.set(health_name(self._agent.worker), status)
 

@@ -318,6 +318,7 @@ class GateServer:
             options = replace(options, access=Access(anyone=Role.ADMIN if options.tls is None else Role.NONE))
         access = options.access
         assert access is not None
+        self._told: dict[str, bool] = {}
         self._server = grpc.server(
             futures.ThreadPoolExecutor(_THREADS, thread_name_prefix="grpc"),
             interceptors=(RoleInterceptor(access, _NEEDED),),
@@ -343,13 +344,17 @@ class GateServer:
         daemon.listen(self._announce)
 
     def _announce(self, decision: Decision) -> None:
-        response = health_pb2.HealthCheckResponse
         ready = decision.ready
-        go = decision.action is Action.PROCEED
-        self._health.set("", response.SERVING if go else response.NOT_SERVING)
+        self._tell("", serving=decision.action is Action.PROCEED)
         for worker in decision.workers:
-            serving = response.SERVING if worker.worker in ready else response.NOT_SERVING
-            self._health.set(f"syncguard.rollout/{worker.worker}", serving)
+            self._tell(f"syncguard.rollout/{worker.worker}", serving=worker.worker in ready)
+
+    def _tell(self, name: str, *, serving: bool) -> None:
+        if self._told.get(name) is serving:
+            return  # watchers are told of changes only
+        self._told[name] = serving
+        response = health_pb2.HealthCheckResponse
+        self._health.set(name, response.SERVING if serving else response.NOT_SERVING)
 
     def start(self) -> None:
         """Serve."""

@@ -89,8 +89,7 @@ class SimulatedEngine:
         if weights is not None:
             self.disk = {fqn: value.copy() for fqn, value in weights.items()}
         self.shards = [
-            {fqn: value[self._rows(value, rank)].copy() for fqn, value in self.disk.items()}
-            for rank in range(self.tp)
+            {fqn: value[self._rows(value, rank)].copy() for fqn, value in self.disk.items()} for rank in range(self.tp)
         ]
         self.incarnations = [secrets.token_hex(4) for _ in range(self.tp)]
         self.epoch = 0
