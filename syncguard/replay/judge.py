@@ -102,7 +102,8 @@ class _Judgement:
         self.noise = max(noises, default=0.0)
         self.relative = policy.noise_factor * self.noise
         self.limit = max(policy.mae_limit_nats, self.relative)
-        self.quiet = max(policy.resolution_nats, self.relative)
+        # Only T0 shows the noise between the two engines; unmeasured, it may be anything up to the limit.
+        self.quiet = max(policy.resolution_nats, self.relative) if self.base_agrees else self.limit
         self.whole_gap = self._between("B_new-C_new", self.b_new, self.c_new)
         self.dropped = self._drop_outliers()
         self.gap = self._between(
@@ -135,10 +136,11 @@ class _Judgement:
         return None if left is None or right is None else self._between(label, left, right)
 
     def _followed(self, b_new: FloatArray) -> float | None:
-        """Least-squares slope of B's change on C's change: 1 followed, 0 stale."""
-        if self.b_old is None or self.c_old is None:
+        """Least-squares slope of B's change on C's change: 1 followed, 0 stale; C_old stands in for a missing B_old."""
+        if self.c_old is None:
             return None
-        ours = (b_new - self.b_old)[self.active]
+        start = self.b_old if self.b_old is not None else self.c_old
+        ours = (b_new - start)[self.active]
         theirs = (self.c_new - self.c_old)[self.active]
         energy = float(theirs @ theirs)
         return float(ours @ theirs) / energy if energy > 0 else None
@@ -209,16 +211,19 @@ class _Judgement:
 
     def _followed_update(self, power: Power) -> _Outcome | None:
         """Stale, partial, or a trainer that scored with T0; judged against noise even under the fixed limit."""
-        if self.gap.mae <= self.quiet or self.change is None or self.moved is None or self.left_behind is None:
+        if self.gap.mae <= self.quiet or self.change is None or self.left_behind is None:
             return None
-        change, moved, gap = self.change.mae, self.moved.mae, self.gap.mae
+        moved_by = self.moved if self.moved is not None else self.left_behind
+        change, moved, gap = self.change.mae, moved_by.mae, self.gap.mae
         if change <= self.quiet and moved >= power.needed_nats:
-            said = f"B moved by {moved:.4g} nat (B_new-B_old) and C only by {change:.4g} (C_new-C_old)"
+            said = f"B moved by {moved:.4g} nat ({moved_by.label}) and C only by {change:.4g} (C_new-C_old)"
             return ReplayStatus.FAIL, "trainer state", f"{said}: the trainer's scores are still those of T0"
         if not power.sees or power.followed is None:
             return None
-        if min(moved, self.left_behind.mae) <= self.quiet and power.followed < self.policy.follow_share:
-            said = f"C moved by {change:.4g} nat (C_new-C_old) and B only by {moved:.4g} (B_new-B_old), noise {self.quiet:.4g}"
+        # Without B_old, C_old is its stand-in, which noise between the engines keeps apart from B.
+        still = min(moved, self.left_behind.mae) <= self.quiet or (self.moved is None and moved < change / 4)
+        if still and power.followed < self.policy.follow_share:
+            said = f"C moved by {change:.4g} nat (C_new-C_old) and B only by {moved:.4g} ({moved_by.label}), noise {self.quiet:.4g}"
             return ReplayStatus.FAIL, "stale", f"{said}: the worker still scores as T0"
         if power.followed < self.policy.follow_share or gap > self.policy.unexplained_share * change:
             said = f"of the change C_new-C_old ({change:.4g} nat) B made {power.followed:.0%}; B_new-C_new is {gap:.4g} nat"

@@ -137,6 +137,19 @@ def test_without_scores_of_the_old_state_the_power_is_unknown_and_nothing_passes
     assert verdict.power.change_mae_nats is None
 
 
+@pytest.mark.parametrize("noise", [FLOAT32, BFLOAT16])
+@pytest.mark.parametrize("seed", range(6))
+def test_without_b_old_a_stale_worker_never_passes_and_a_clean_one_never_fails(noise, seed):
+    """Noise between the engines is then unmeasured: C_old alone must neither make a pass nor an alarm."""
+    for change in (1e-3, 4e-3, 0.02, 0.05, 0.4):
+        stale = judge_replay(evidence(seed, noise=noise, change=change, worker=0.0, without=("b_old",)))
+        clean = judge_replay(evidence(seed, noise=noise, change=change, without=("b_old",)))
+        assert stale.status in {ReplayStatus.FAIL, ReplayStatus.NO_POWER}, (change, stale.reason)
+        assert clean.status is not ReplayStatus.FAIL or noise > clean.policy.mae_limit_nats, (change, clean.reason)
+    assert stale.fingerprint == "stale"
+    assert noise > 0.01 or clean.status is ReplayStatus.PASS
+
+
 @pytest.mark.parametrize(
     ("without", "named"), [("b_new_cold", "B_new cold"), ("b_new_warm", "B_new warm"), ("c_new", "C_new")]
 )
