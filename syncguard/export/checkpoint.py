@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from syncguard.manifest.model import ManifestEntry
     from syncguard.spec import Box, WeightVersion
 
+CONFIG: Final = "config.json"
 _BATCH_BYTES: Final = 256 << 20
 _BATCH_TENSORS: Final = 4096
 
@@ -38,7 +39,8 @@ def export_checkpoint(
     """Digest every tensor of a checkpoint folder.
 
     Args:
-        folder: Holds `config.json` and `*.safetensors`, with an index where there are several files.
+        folder: Holds `*.safetensors`, with an index where there are several files, and `config.json`; without the latter,
+            shapes are not checked, and the manifest's source says so.
         version: Weight version of the checkpoint.
         key_seed: Key seed of the digests.
         boxes: Name → boxes that tile the tensor: the entry then has parts, so that a difference is blamed on a box.
@@ -70,6 +72,7 @@ def export_checkpoint(
             progress(done / total)
     told = stated_changes(entries, changed=changed, previous=previous, key_seed=key_seed)
     source = f"safetensors folder {folder.name}"
+    source += "" if (folder / CONFIG).exists() else f", without {CONFIG}: shapes not checked"
     return seal(
         Manifest(
             version=version,
@@ -100,14 +103,14 @@ def stored_tensors(folder: Path) -> tuple[dict[str, StoredTensor], tuple[str, ..
     """Return the tensors of a checkpoint folder by name, and the weight files that its index does not list.
 
     Raises:
-        CheckpointError: Missing folder, files or config, a damaged file, a name twice, an index that disagrees with the
-            files, or shapes that disagree with the config.
+        CheckpointError: Missing folder or files, a damaged file or config, a name twice, an index that disagrees with
+            the files, or shapes that disagree with the config.
     """
     if not folder.is_dir():
         raise CheckpointError(
-            "checkpoint folder", expected="a folder with config.json and *.safetensors", found="none", where=folder
+            "checkpoint folder", expected="a folder with *.safetensors and config.json", found="none", where=folder
         )
-    config = _read_json(folder, "config.json")
+    config = _read_json(folder, CONFIG) if (folder / CONFIG).exists() else {}
     index = _index(folder)
     files = sorted(path.name for path in folder.glob("*.safetensors"))
     named = sorted(set(index.values())) if index else files

@@ -164,10 +164,19 @@ def test_torch_is_not_needed(folder):
 # What is refused.
 
 
-def test_a_missing_folder_config_or_weight_file_is_named(tmp_path, folder):
-    refused(tmp_path / "nowhere", "nowhere")
+def test_a_folder_without_a_config_is_exported_and_says_that_shapes_were_not_checked(folder):
+    whole = export_checkpoint(folder, version=WeightVersion("run", 1))
     (folder / "config.json").unlink()
-    refused(folder, r"config\.json cannot be read")
+    bare = export_checkpoint(folder, version=WeightVersion("run", 1))
+    assert bare.entries == whole.entries
+    assert "shapes not checked" in bare.source
+    assert "shapes not checked" not in whole.source
+
+
+def test_a_missing_folder_or_weight_file_and_a_damaged_config_are_named(tmp_path, folder):
+    refused(tmp_path / "nowhere", "nowhere")
+    (folder / "config.json").write_text("{")
+    refused(folder, "config.json")
     bare = write_folder(tmp_path / "bare", {})
     (bare / "model.safetensors").unlink()
     refused(bare, "without weights")
