@@ -65,7 +65,7 @@ class _Walk:
     """One walk through the map; keeps the path taken and the figures seen."""
 
     def __init__(self, records: Sequence[ReplayRecord], policy: ReplayPolicy) -> None:
-        self.records = records
+        self.records = [record.at_one_state() for record in records]
         self.policy = policy
         self.path: list[str] = []
         self.evidence: list[str] = []

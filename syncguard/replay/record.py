@@ -252,6 +252,18 @@ class ReplayRecord:
         merged: dict[ScoreKey, Any] = {**self.scores, **scores}
         return replace(self, scores=merged, **changes)
 
+    def at_one_state(self) -> ReplayRecord:
+        """Return the record with its `new` scores as those of the generating state, where both labels name one version.
+
+        A worker that replays a response of its present weights has no state before it: A, B and C are of one version.
+        Labels are claims; should the weights differ all the same, A-B shows it. Otherwise the record itself is returned.
+        """
+        labels = self.versions.get("old", ""), self.versions.get("new", "")
+        if not labels[0] or labels[0] != labels[1] or any(k.path != "A" and k.state == "old" for k in self.scores):
+            return self
+        moved = {key if key.path == "A" else replace(key, state="old"): value for key, value in self.scores.items()}
+        return replace(self, scores=moved, versions={"old": labels[0]})
+
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the record alone to a file; see `save_many`."""
         from syncguard.replay.record_file import save_many

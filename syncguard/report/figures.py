@@ -28,6 +28,7 @@ _PLACEHOLDERS: Final = {
     "series-c": "#101112",
     "bad": "#131415",
     "good": "#161718",
+    "warn": "#191a1b",
 }
 _STYLE: Final[dict[str, Any]] = {
     "svg.fonttype": "none",
@@ -195,7 +196,7 @@ def histogram(pairs: Sequence[tuple[str, FloatArray, FloatArray]]) -> str:
 
 
 def update_timeline(
-    labels: Sequence[str], gaps: FloatArray, changes: FloatArray, limits: FloatArray, passed: Sequence[bool]
+    labels: Sequence[str], gaps: FloatArray, changes: FloatArray, limits: FloatArray, statuses: Sequence[str]
 ) -> str:
     """Return B_new-C_new per update beside its limit and the gap that a stale worker would show.
 
@@ -204,7 +205,7 @@ def update_timeline(
         gaps: [steps] MAE(B_new-C_new), NaN where not measured.
         changes: [steps] MAE(C_new-C_old), NaN where not measured.
         limits: [steps] limits used.
-        passed: [steps] whether the replay passed.
+        statuses: [steps] status of the replay; what is neither PASS nor FAIL proves nothing.
     """
     with mpl.rc_context(_STYLE):
         size = (10.4, 3.5) if len(labels) > WIDE_FROM else (5.2, 3.5)
@@ -220,10 +221,13 @@ def update_timeline(
             label="C_new-C_old: a stale worker",
         )
         axes.plot(at, limits, "_", markersize=16, color=colour("bad"), label="limit")
-        for good, name in ((True, "good"), (False, "bad")):
-            chosen = np.array([one is good for one in passed], dtype=bool)
-            label = f"B_new-C_new, {'passed' if good else 'not passed'}"
-            axes.plot(at[chosen], np.maximum(gaps, floor)[chosen], "o", markersize=6, color=colour(name), label=label)
+        groups = {"good": ("passed", {"PASS"}), "bad": ("failed", {"FAIL"})}
+        decided = {"PASS", "FAIL"}
+        for name, (word, wanted) in {**groups, "warn": ("no proof", set(statuses) - decided)}.items():
+            chosen = np.array([status in wanted for status in statuses], dtype=bool)
+            if chosen.any():
+                dots = np.maximum(gaps, floor)[chosen]
+                axes.plot(at[chosen], dots, "o", markersize=6, color=colour(name), label=f"B_new-C_new, {word}")
         axes.set_yscale("log")
         _plain_ticks(axes.yaxis)
         axes.set_xticks(at, [label[:_TICK_CHARACTERS] for label in labels], rotation=20, ha="right")

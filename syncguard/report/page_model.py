@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
     from syncguard.replay.record import ReplayRecord
 
-FINDINGS_SHOWN: Final = 40
+FINDINGS_SHOWN: Final = 60
+FINDINGS_OPEN: Final = 8
 RECORDS_DRAWN: Final = 12
 WIDE_FROM: Final = figures.WIDE_FROM
 _WORST_SHOWN: Final = 4
@@ -101,7 +102,7 @@ def figure_row(figure: Mapping[str, Any]) -> dict[str, str]:
     signed = figure.get("signed_mean")
     return {
         "label": str(figure.get("label", "")),
-        "signed_mean": "" if signed is None else f"{float(signed):+.6f}",
+        "signed_mean": "" if signed is None else ("-" if float(signed) < 0 else "+") + _nats(abs(float(signed))),
         "mae": _nats(figure.get("mae")),
         "p95": _nats(figure.get("p95")),
         "p99": _nats(figure.get("p99")),
@@ -153,7 +154,8 @@ def step_model(step: Mapping[str, Any]) -> dict[str, Any]:
         "expected": _first(step, "expected", "planned"),
         "reason": reason,
         "messages": [text for text in (_first(step, "reason"), _first(step, "note")) if text and text != reason],
-        "findings": [finding_row(one) for one in findings[:FINDINGS_SHOWN]],
+        "findings": [finding_row(one) for one in findings[:FINDINGS_OPEN]],
+        "more_findings": [finding_row(one) for one in findings[FINDINGS_OPEN:FINDINGS_SHOWN]],
         "hidden_findings": max(0, len(findings) - FINDINGS_SHOWN),
         "replay": None if replay is None else _replay_model(replay),
         "timings": [(str(name), _seconds(value)) for name, value in timings.items()],
@@ -186,17 +188,17 @@ def timeline_plot(steps: Sequence[Mapping[str, Any]]) -> str:
 
     limits = [step["replay"].get("limit_nats") for step in measured]
     return figures.update_timeline(
-        [_first(step, "step", "name") for step in measured],
+        [_first(step, "step", "name").partition(":")[0] for step in measured],
         np.array([mae(step, "B_new-C_new") for step in measured]),
         np.array([mae(step, "C_new-C_old") for step in measured]),
         np.array([float("nan") if limit is None else float(limit) for limit in limits]),
-        [_first(step["replay"], "status") == "PASS" for step in measured],
+        [_first(step["replay"], "status") for step in measured],
     )
 
 
 def record_model(record: ReplayRecord, decode: Callable[[int], str] | None, *, first: bool) -> dict[str, Any]:
     """Return what the page shows of one record: diagnosis, figures, plots, map, worst tokens, provenance."""
-    found = diagnose(record)
+    found, record = diagnose(record), record.at_one_state()
     pairs = pairs_of(record) if record.loss_mask.any() else []
     differences = [compare_scores(left, right, record.loss_mask, label) for label, left, right in pairs]
     return {

@@ -28,9 +28,10 @@ _WIDTH: Final = 27
 
 def pairs_of(record: ReplayRecord) -> list[tuple[str, FloatArray, FloatArray]]:
     """Return the comparisons that a record allows: label, left, right; first passes, state by state."""
+    known = record.at_one_state()
 
     def first(path: str, state: str, cache: str = "") -> FloatArray | None:
-        return next(iter(record.passes(path, state, cache)), None)  # type: ignore[arg-type]
+        return next(iter(known.passes(path, state, cache)), None)  # type: ignore[arg-type]
 
     a, b_old, c_old = first("A", "old"), first("B", "old", "cold"), first("C", "old")
     b_new, c_new, warm = first("B", "new", "cold"), first("C", "new"), first("B", "new", "warm")

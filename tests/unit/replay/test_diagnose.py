@@ -109,6 +109,31 @@ def test_a_fault_on_b_alone_is_seen_because_a_and_c_agree():
     assert (found.kind, found.side) == (Kind.OFFSET, "B")
 
 
+def at_present_state(record):
+    """The record of a worker that generated and replayed with one version, so that nothing is older."""
+    moved = {k if k.path == "A" else replace(k, state="new"): v for k, v in record.scores.items()}
+    return replace(record, scores=moved, versions={"old": "run@3", "new": "run@3"})
+
+
+def test_a_response_of_the_present_version_is_judged_at_one_state():
+    record = scored()
+    altered = record.scores[A].copy()
+    altered[1:] -= 0.10
+    assert diagnose(at_present_state(record)).kind is Kind.AGREEMENT
+    found = diagnose(at_present_state(with_changed(record, A=altered)))
+    assert (found.kind, found.side) == (Kind.OFFSET, "A")
+
+
+def test_versions_that_differ_are_never_taken_for_one_state():
+    one = at_present_state(scored())
+    assert replace(one, versions={"old": "run@2", "new": "run@3"}).at_one_state().versions == {
+        "old": "run@2",
+        "new": "run@3",
+    }
+    assert replace(one, versions={}).at_one_state().passes("B", "old", "cold") == ()
+    assert diagnose(replace(one, versions={"old": "run@2", "new": "run@3"})).kind is Kind.NO_POWER
+
+
 def test_different_definitions_end_the_walk_before_any_subtraction():
     found = diagnose(scored(definition=RAW, definitions={"C": ScoreDefinition("temperature", temperature=0.8)}))
     assert (found.kind, found.side) == (Kind.DEFINITION, "C")
