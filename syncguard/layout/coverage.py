@@ -6,6 +6,7 @@ one sort and not a comparison of all pairs; only boxes that overlap, or interloc
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass
 from enum import Enum
 from itertools import pairwise
@@ -84,8 +85,8 @@ def partition_problems(shape: tuple[int, ...], boxes: Sequence[Box]) -> tuple[st
     problems = [f"outside {shape}: box {box}" for box in boxes if not box.inside(shape)][:MAX_NAMED]
     if problems:
         return tuple(problems)
-    whole = Box.whole(shape)
-    named = [(box, str(box)) for box in boxes if box.count]
+    whole = tuple((0, size) for size in shape)
+    named = [(_spans(box), str(box)) for box in boxes if box.count]
     return tuple(f"{kind.value} {text}" for kind, text in _tiling(whole, named))
 
 
@@ -99,8 +100,22 @@ def resident_problems(layout: RankLayout) -> tuple[ResidentProblem, ...]:
         layout: What one rank holds.
 
     Returns:
-        Problems sorted by resident name; empty when the proof succeeds.
+        Problems sorted by resident name; empty when the proof succeeds. The proofs of the last `PROOFS_KEPT` layout
+        objects are kept, since a layout is frozen and is compared at each update.
     """
+    for kept, problems in _PROOFS:
+        if kept is layout:
+            return problems
+    proof = _prove(layout)
+    _PROOFS.append((layout, proof))
+    return proof
+
+
+PROOFS_KEPT = 16
+_PROOFS: deque[tuple[RankLayout, tuple[ResidentProblem, ...]]] = deque(maxlen=PROOFS_KEPT)
+
+
+def _prove(layout: RankLayout) -> tuple[ResidentProblem, ...]:
     residents = {resident.name: resident for resident in layout.residents}
     claims: dict[str, list[_Claim]] = {name: [] for name in residents}
     problems: list[ResidentProblem] = []
@@ -178,8 +193,13 @@ def _claims_problems(resident: ResidentTensor, claims: list[_Claim]) -> list[Res
         shape, regions = regions_of(resident.shape, [claim.ops for claim in claims])
     except UnprovableRegionError as error:
         return [ResidentProblem(name, ProblemKind.UNPROVABLE, str(error))]
-    named = [(box, claim.label) for claim, boxes in zip(claims, regions, strict=True) for box in boxes if box.count]
-    return [ResidentProblem(name, kind, text) for kind, text in _tiling(Box.whole(shape), named)]
+    named = [
+        (spans, claim.label)
+        for claim, boxes in zip(claims, regions, strict=True)
+        for spans in boxes
+        if all(start < stop for start, stop in spans)
+    ]
+    return [ResidentProblem(name, kind, text) for kind, text in _tiling(tuple((0, n) for n in shape), named)]
 
 
 def _view_problem(shape: tuple[int, ...], ops: tuple[ViewOp, ...], sizes: tuple[int, ...] | None) -> str:
@@ -192,86 +212,80 @@ def _view_problem(shape: tuple[int, ...], ops: tuple[ViewOp, ...], sizes: tuple[
     return ""
 
 
-def _tiling(whole: Box, named: list[tuple[Box, str]]) -> list[tuple[ProblemKind, str]]:
+Spans = tuple[tuple[int, int], ...]
+"""A box as `(first, past the last)` in each dimension: cheaper than `Box` where there are a hundred thousand."""
+
+
+def _spans(box: Box) -> Spans:
+    return tuple((start, start + size) for start, size in zip(box.offsets, box.sizes, strict=True))
+
+
+def _written(spans: Spans) -> str:
+    return "[" + ", ".join(f"{start}:{stop}" for start, stop in spans) + "]"
+
+
+def _tiling(whole: Spans, named: list[tuple[Spans, str]]) -> list[tuple[ProblemKind, str]]:
     """Return holes and overlaps of boxes (each inside `whole`, none empty), at most `MAX_NAMED`."""
-    if whole.count == 0:
+    if any(start == stop for start, stop in whole):
         return []
     found: list[tuple[ProblemKind, str]] = []
     stack = [(whole, named)]
     while stack and len(found) < MAX_NAMED:
         region, inside = stack.pop()
         if not inside:
-            found.append((ProblemKind.HOLE, str(region)))
-        elif all(box == region for box, _ in inside):
+            found.append((ProblemKind.HOLE, _written(region)))
+        elif all(spans == region for spans, _ in inside):
             if len(inside) > 1:
                 labels = ", ".join(label for _, label in inside[:MAX_NAMED])
-                found.append((ProblemKind.OVERLAP, f"{region} of {labels}"))
+                found.append((ProblemKind.OVERLAP, f"{_written(region)} of {labels}"))
         else:
             stack.extend(reversed(_split(region, inside)))
     return found
 
 
-def _split(region: Box, named: list[tuple[Box, str]]) -> list[tuple[Box, list[tuple[Box, str]]]]:
-    """Cut a region along the dimension with the most planes that cut no box, or through boxes where there is none."""
-    best: tuple[int, list[int]] = (0, [])
-    for dim in range(len(region.sizes)):
-        planes = _free_planes(region, named, dim)
-        if len(planes) > len(best[1]):
-            best = (dim, planes)
-    dim, planes = best
-    if not planes:  # overlap or pinwheel: cut boxes at the plane of one of them
-        dim, planes = _forced_plane(region, named)
-    return _cut(region, named, dim, planes)
-
-
-def _free_planes(region: Box, named: list[tuple[Box, str]], dim: int) -> list[int]:
-    low, high = region.offsets[dim], region.offsets[dim] + region.sizes[dim]
-    spans = sorted((box.offsets[dim], box.offsets[dim] + box.sizes[dim]) for box, _ in named)
-    planes = []
-    reach = low
-    for start, stop in spans:
-        if start >= reach:
-            planes += [reach, start]
-        reach = max(reach, stop)
-    planes.append(reach)
-    return sorted({plane for plane in planes if low < plane < high})
-
-
-def _forced_plane(region: Box, named: list[tuple[Box, str]]) -> tuple[int, list[int]]:
-    for dim in range(len(region.sizes)):
-        low, high = region.offsets[dim], region.offsets[dim] + region.sizes[dim]
-        planes = sorted(
-            {p for box, _ in named for p in (box.offsets[dim], box.offsets[dim] + box.sizes[dim]) if low < p < high}
-        )
+def _split(region: Spans, named: list[tuple[Spans, str]]) -> list[tuple[Spans, list[tuple[Spans, str]]]]:
+    """Cut a region along the first dimension with planes that cut no box, or through boxes where there is none."""
+    for dim, (low, high) in enumerate(region):
+        planes = _free_planes(low, high, sorted([spans[dim] for spans, _ in named]))
         if planes:
-            return dim, [planes[len(planes) // 2]]
+            return _cut(region, named, dim, planes)
+    for dim, (low, high) in enumerate(region):  # overlap or pinwheel: cut boxes at the plane of one of them
+        edges = sorted({edge for spans, _ in named for edge in spans[dim] if low < edge < high})
+        if edges:
+            return _cut(region, named, dim, [edges[len(edges) // 2]])
     msg = "a region whose boxes all fill it has nothing to cut"
     raise AssertionError(msg)
 
 
+def _free_planes(low: int, high: int, ordered: list[tuple[int, int]]) -> list[int]:
+    planes: list[int] = []
+    reach = low
+    for start, stop in ordered:
+        if start >= reach:
+            if low < reach < high:
+                planes.append(reach)
+            if start > reach:
+                planes.append(start)
+        reach = max(reach, stop)
+    if low < reach < high:
+        planes.append(reach)
+    return planes
+
+
 def _cut(
-    region: Box, named: list[tuple[Box, str]], dim: int, planes: list[int]
-) -> list[tuple[Box, list[tuple[Box, str]]]]:
-    edges = [region.offsets[dim], *planes, region.offsets[dim] + region.sizes[dim]]
-    parts: list[tuple[Box, list[tuple[Box, str]]]] = [
-        (_with(region, dim, start, stop), []) for start, stop in pairwise(edges)
-    ]
-    ordered = sorted(named, key=lambda item: item[0].offsets[dim])
+    region: Spans, named: list[tuple[Spans, str]], dim: int, planes: list[int]
+) -> list[tuple[Spans, list[tuple[Spans, str]]]]:
+    edges = [region[dim][0], *planes, region[dim][1]]
+    before, after = region[:dim], region[dim + 1 :]
+    parts: list[tuple[Spans, list[tuple[Spans, str]]]] = [((*before, edge, *after), []) for edge in pairwise(edges)]
     first = 0
-    for box, label in ordered:
-        start, stop = box.offsets[dim], box.offsets[dim] + box.sizes[dim]
+    for spans, label in sorted(named, key=lambda item: item[0][dim]):
+        start, stop = spans[dim]
         while edges[first + 1] <= start:
             first += 1
         index = first
         while index < len(parts) and edges[index] < stop:
-            low, high = max(start, edges[index]), min(stop, edges[index + 1])
-            parts[index][1].append((box if (low, high) == (start, stop) else _with(box, dim, low, high), label))
+            held = max(start, edges[index]), min(stop, edges[index + 1])
+            parts[index][1].append((spans if held == (start, stop) else (*spans[:dim], held, *spans[dim + 1 :]), label))
             index += 1
     return parts
-
-
-def _with(box: Box, dim: int, start: int, stop: int) -> Box:
-    return Box(
-        (*box.offsets[:dim], start, *box.offsets[dim + 1 :]),
-        (*box.sizes[:dim], stop - start, *box.sizes[dim + 1 :]),
-    )

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from syncguard.layout.model import ResidentTensor
+    from syncguard.layout.ops import ViewOp
 
 CHANNELWISE = frozenset(
     {
@@ -43,6 +44,23 @@ class Slot:
     index: int
     name: str
     logical: int
+
+
+_NONE = Box((), ())
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """One projection of every slot: the views after the slot is selected, and the box that they hold.
+
+    Without a leaf it is padding.
+    """
+
+    resident: ResidentTensor
+    leaf: str
+    ops: tuple[Narrow, ...]
+    shape: tuple[int, ...] = ()
+    box: Box = _NONE
 
 
 def slots(view: LayerView) -> Iterator[Slot]:
@@ -109,12 +127,17 @@ def fused(view: LayerView) -> None:
     if view.family.experts.fused:
         msg = f"no form for experts fused in the checkpoint as {view.family.experts.fused}"
         raise ValueError(msg)
-    blocks, local_scale = scale_form(view)
-    scales = view.tensor(f"w13_{local_scale}"), view.tensor(f"w2_{local_scale}")
+    blocks, scale = scale_form(view)
+    parts = _parts(view, inner, "weight", (1, 1))
+    if scale:
+        parts += _parts(view, inner, scale, blocks)
     for slot in slots(view):
-        _bind_slot(view, slot, inner, ("weight", w13, w2), (1, 1))
-        if local_scale:
-            _bind_slot(view, slot, inner, (local_scale, *scales), blocks)
+        for each in parts:
+            ops: tuple[ViewOp, ...] = (Select(0, slot.index), *each.ops)
+            if each.leaf:
+                view.bind(each.resident, f"{slot.name}.{each.leaf}", each.shape, each.box, ops)
+            else:
+                view.pad(each.resident, ops, PADDED_FOR_SPLIT)
 
 
 def scale_form(view: LayerView) -> tuple[tuple[int, int], str]:
@@ -138,15 +161,9 @@ def scale_form(view: LayerView) -> tuple[tuple[int, int], str]:
     raise ValueError(msg)
 
 
-def _bind_slot(
-    view: LayerView,
-    slot: Slot,
-    inner: Span,
-    tensors: tuple[str, ResidentTensor | None, ResidentTensor | None],
-    blocks: tuple[int, int],
-) -> None:
-    """Bind gate, up and down of one slot; `blocks` are the values under one element, 0 columns for all of a row."""
-    leaf, w13, w2 = tensors
+def _parts(view: LayerView, inner: Span, leaf: str, blocks: tuple[int, int]) -> list[_Part]:
+    """Return gate, up and down of any slot; `blocks` are the values under one element, 0 columns for all of a row."""
+    w13, w2 = view.tensor(f"w13_{leaf}"), view.tensor(f"w2_{leaf}")
     if w13 is None or w2 is None:
         msg = f"no w13_{leaf} and w2_{leaf}"
         raise ValueError(msg)
@@ -154,19 +171,22 @@ def _bind_slot(
     hidden = int(view.attr("hidden_size"))
     rows = in_blocks(inner, blocks[0])
     across = in_blocks(Span.whole(hidden), blocks[1] or hidden)
-    keep = Select(0, slot.index)
-    for name, at in ((names.gate, 0), (names.up, rows.held)):
-        box = Box((rows.start, 0), (rows.length, across.length))
-        ops = (keep, Narrow(0, at, rows.length))
-        view.bind(w13, f"{slot.name}.{name}.{leaf}", (rows.total, across.total), box, ops)
-        view.pad(w13, (keep, Narrow(0, at + rows.length, rows.padding)), PADDED_FOR_SPLIT)
+    box = Box((rows.start, 0), (rows.length, across.length))
+    shape = (rows.total, across.total)
     down = in_blocks(Span.whole(hidden), blocks[0])
     columns = in_blocks(inner, blocks[1]) if blocks[1] else Span.whole(1)
-    box = Box((0, columns.start), (down.length, columns.length))
-    held = (keep, Narrow(1, 0, columns.length)) if columns.padding else (keep,)
-    view.bind(w2, f"{slot.name}.{names.down}.{leaf}", (down.total, columns.total), box, held)
+    down_box = Box((0, columns.start), (down.length, columns.length))
+    parts = [
+        _Part(w13, f"{names.gate}.{leaf}", (Narrow(0, 0, rows.length),), shape, box),
+        _Part(w13, f"{names.up}.{leaf}", (Narrow(0, rows.held, rows.length),), shape, box),
+    ]
+    if rows.padding:
+        parts += [_Part(w13, "", (Narrow(0, at + rows.length, rows.padding),)) for at in (0, rows.held)]
+    whole = (Narrow(1, 0, columns.length),) if columns.padding else ()
+    parts.append(_Part(w2, f"{names.down}.{leaf}", whole, (down.total, columns.total), down_box))
     if columns.padding:
-        view.pad(w2, (keep, Narrow(1, columns.length, columns.padding)), PADDED_FOR_SPLIT)
+        parts.append(_Part(w2, "", (Narrow(1, columns.length, columns.padding),)))
+    return parts
 
 
 def _runs(view: LayerView) -> Iterator[tuple[int, int, int]]:

@@ -11,12 +11,14 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from syncguard.layout.ops import Narrow, Select, Transpose, Unflatten
-from syncguard.spec import Box
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from syncguard.layout.ops import ViewOp
+
+Spans = tuple[tuple[int, int], ...]
+"""A box of the grid: `(first, past the last)` in each dimension."""
 
 
 class UnprovableRegionError(ValueError):
@@ -51,7 +53,9 @@ class _Lattice:
         return self.base, self.base + reach
 
 
-def regions_of(shape: tuple[int, ...], chains: Sequence[tuple[ViewOp, ...]]) -> tuple[tuple[int, ...], list[list[Box]]]:
+def regions_of(
+    shape: tuple[int, ...], chains: Sequence[tuple[ViewOp, ...]]
+) -> tuple[tuple[int, ...], list[list[Spans]]]:
     """Return the shape of the shared grid, and for each chain the boxes of it that the chain keeps.
 
     Args:
@@ -61,10 +65,32 @@ def regions_of(shape: tuple[int, ...], chains: Sequence[tuple[ViewOp, ...]]) -> 
     Raises:
         UnprovableRegionError: A chain keeps a set of elements that is no union of few boxes.
     """
+    if not any(isinstance(op, Unflatten) for chain in chains for op in chain):
+        return shape, [[_box_of(shape, chain)] for chain in chains]
     kept = [_lattices(shape, chain) for chain in chains]
     radices = [_radices(size, [lattices[dim] for lattices in kept]) for dim, size in enumerate(shape)]
     grid = tuple(radix for digits in radices for radix in digits)
     return grid, [_boxes(lattices, radices) for lattices in kept]
+
+
+def _box_of(shape: tuple[int, ...], chain: tuple[ViewOp, ...]) -> Spans:
+    """Return what a chain without Unflatten keeps: always one box."""
+    spans = [(0, size) for size in shape]
+    dims = list(range(len(shape)))
+    for op in chain:
+        if isinstance(op, Narrow):
+            low = spans[dims[op.dim]][0] + op.start
+            spans[dims[op.dim]] = (low, low + op.length)
+        elif isinstance(op, Select):
+            dim = dims.pop(op.dim)
+            low = spans[dim][0] + op.index
+            spans[dim] = (low, low + 1)
+        elif isinstance(op, Transpose):
+            dims[op.dim0], dims[op.dim1] = dims[op.dim1], dims[op.dim0]
+        else:
+            msg = f"{type(op).__name__} is not a view of boxes"
+            raise UnprovableRegionError(msg)
+    return tuple(spans)
 
 
 def _lattices(shape: tuple[int, ...], chain: tuple[ViewOp, ...]) -> list[_Lattice]:
@@ -114,12 +140,16 @@ def _radices(size: int, lattices: list[_Lattice]) -> tuple[int, ...]:
     return (size // below, *digits)
 
 
-def _boxes(lattices: list[_Lattice], radices: list[tuple[int, ...]]) -> list[Box]:
-    boxes: list[tuple[tuple[int, ...], tuple[int, ...]]] = [((), ())]
+def _boxes(lattices: list[_Lattice], radices: list[tuple[int, ...]]) -> list[Spans]:
+    boxes: list[Spans] = [()]
     for lattice, digits in zip(lattices, radices, strict=True):
         pieces = _pieces(lattice, digits)
-        boxes = [(o + po, s + ps) for o, s in boxes for po, ps in pieces]
-    return [Box(offsets, sizes) for offsets, sizes in boxes]
+        boxes = [
+            box + tuple((start, start + size) for start, size in zip(offsets, sizes, strict=True))
+            for box in boxes
+            for offsets, sizes in pieces
+        ]
+    return boxes
 
 
 def _pieces(lattice: _Lattice, digits: tuple[int, ...]) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:

@@ -7,6 +7,7 @@ The model is read by duck typing: modules have `_parameters`, `_buffers` and `_m
 from __future__ import annotations
 
 import sys
+from collections import deque
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -26,6 +27,10 @@ RULE_MODULES = (attention, experts, linear, vocab)
 
 FOLLOWED = ("quant_method", "scheme", "kernel")
 """Attributes whose objects may keep weights outside the module (mxfp4 keeps its triton tensors there)."""
+REGISTRIES = frozenset({"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"})
+"""Where torch itself keeps the parts of a module."""
+_OPAQUE_NAMED = 32
+"""Objects named as out of sight for one model; more would hide the first."""
 
 
 @dataclass(slots=True)
@@ -74,7 +79,7 @@ def walk_model(
         derived=tuple(out.derived),
         exempt=tuple(out.exempt),
         unbound=tuple(out.unbound),
-        uncovered=tuple(out.uncovered),
+        uncovered=(*out.uncovered, *_out_of_sight(places, live)),
     )
     return layout.sealed(), live
 
@@ -99,49 +104,112 @@ def live_expert_placement() -> Callable[[int, int], int] | None:
     return lambda layer, physical: table[layer][physical]
 
 
-def _places(model: Any) -> tuple[list[_Place], dict[str, Any]]:
-    places: list[_Place] = []
-    live: dict[str, Any] = {}
-    first_name: dict[int, str] = {}
+def live_modules(model: Any) -> Iterator[tuple[str, Any, str]]:
+    """Yield every module under each of its names: `(name, module, first name when it was met before)`.
+
+    Registered modules come first, in torch's order, then those that only a plain attribute leads to (a list of layers, a
+    module put into `__dict__`): torch does not list them, yet a forward can use them.
+    """
+    first: dict[int, str] = {}
     stack = [("", model)]
-    while stack:
-        fqn, module = stack.pop()
-        seen = first_name.get(id(module))
-        place = _Place(fqn, module, alias_of="" if seen is None else seen or "(model)")
-        first_name.setdefault(id(module), fqn)
-        places.append(place)
-        for local, tensor, role in _own_tensors(module):
-            name = join(fqn, local)
-            live[name] = tensor
-            place.tensors[local] = _resident(name, tensor, role, type(module).__name__)
-        if seen is None:
-            children = [(join(fqn, key), child) for key, child in module._modules.items() if child is not None]  # noqa: SLF001
-            stack.extend(reversed(children))
-    return places, live
+    unregistered: deque[tuple[str, Any]] = deque()
+    while stack or unregistered:
+        fqn, module = stack.pop() if stack else unregistered.popleft()
+        seen = first.get(id(module))
+        yield fqn, module, "" if seen is None else seen or "(model)"
+        if seen is not None:
+            continue
+        first[id(module)] = fqn
+        children = [(join(fqn, key), child) for key, child in module._modules.items() if child is not None]  # noqa: SLF001
+        stack.extend(reversed(children))
+        held = ((join(fqn, local), leaf) for local, leaf in _attributes(module) if is_module(leaf))
+        unregistered.extend(held)
+        if not stack:  # a reference to a registered module is no second name of it
+            unregistered = deque((name, leaf) for name, leaf in unregistered if id(leaf) not in first)
 
 
-def _own_tensors(module: Any) -> Iterator[tuple[str, Any, Role]]:
+def own_tensors(module: Any) -> Iterator[tuple[str, Any, Role]]:
+    """Yield the tensors that a module itself holds: parameters, buffers, and those that its attributes lead to."""
     for table, role in ((module._parameters, Role.PARAMETER), (module._buffers, Role.BUFFER)):  # noqa: SLF001
         for local, tensor in table.items():
             if tensor is not None:
                 yield local, tensor, role
+    for local, leaf in _attributes(module):
+        if is_tensor(leaf):
+            yield local, leaf, Role.ATTRIBUTE
+
+
+def is_module(value: Any) -> bool:
+    """Return whether a value is a layer, whatever library made it."""
+    return hasattr(value, "_modules") and hasattr(value, "_parameters") and not isinstance(value, type)
+
+
+def _places(model: Any) -> tuple[list[_Place], dict[str, Any]]:
+    places: list[_Place] = []
+    live: dict[str, Any] = {}
+    for fqn, module, alias_of in live_modules(model):
+        place = _Place(fqn, module, alias_of)
+        places.append(place)
+        for wanted, tensor, role in own_tensors(module):
+            local = wanted
+            while local in place.tensors or (join(fqn, local) in live and not alias_of):
+                local += "'"  # two ways to one name must not hide one of the tensors
+            name = join(fqn, local)
+            live[name] = tensor
+            place.tensors[local] = _resident(name, tensor, role, type(module).__name__)
+    return places, live
+
+
+def _attributes(module: Any) -> Iterator[tuple[str, Any]]:
+    """Yield tensors and modules that plain attributes lead to, with the way there as a name."""
+    met: set[int] = set()
     for local, value in vars(module).items():
-        if local in {"_parameters", "_buffers", "_modules"}:
-            continue
-        yield from ((join(local, rest), tensor, Role.ATTRIBUTE) for rest, tensor in _inside(value))
-        if local in FOLLOWED and hasattr(value, "__dict__") and not hasattr(value, "_modules"):
-            for inner, held in vars(value).items():
-                yield from ((join(local, inner, rest), tensor, Role.ATTRIBUTE) for rest, tensor in _inside(held))
+        if local not in REGISTRIES and type(value) not in _PLAIN:
+            yield from _leaves(local, value, met, followed=local in FOLLOWED)
 
 
-def _inside(value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield tensors of a value: itself, or one level inside a list, tuple or dict."""
-    if is_tensor(value):
-        yield "", value
-    elif isinstance(value, (list, tuple)):
-        yield from ((str(index), item) for index, item in enumerate(value) if is_tensor(item))
-    elif isinstance(value, dict):
-        yield from ((str(key), item) for key, item in value.items() if is_tensor(item))
+_PLAIN = frozenset({bool, int, float, str, type(None)})
+
+
+def _leaves(name: str, value: Any, met: set[int], *, followed: bool) -> Iterator[tuple[str, Any]]:
+    """Yield tensors and modules of a value: itself, those inside containers, and those of an object to be followed."""
+    if is_tensor(value) or is_module(value):
+        yield name, value
+        return
+    inner: Any = ()
+    if isinstance(value, dict):
+        inner = value.items()
+    elif isinstance(value, (list, tuple, set, frozenset, deque)):
+        inner = enumerate(value)
+    elif followed and hasattr(value, "__dict__"):
+        inner = vars(value).items()
+    if not inner or id(value) in met:
+        return
+    met.add(id(value))
+    of_object = followed and not isinstance(value, (dict, list, tuple, set, frozenset, deque))
+    for key, item in inner:
+        if type(item) not in _PLAIN:
+            yield from _leaves(join(name, str(key)), item, met, followed=of_object and key in FOLLOWED)
+
+
+def _out_of_sight(places: list[_Place], live: dict[str, Any]) -> Iterator[str]:
+    """Name attributes whose objects hold tensors of their own, which are not followed and so not compared."""
+    known = {int(tensor.data_ptr()) for tensor in live.values() if not _on_meta(tensor)}
+    met: set[int] = set()
+    named = 0
+    for place in places:
+        for local, value in vars(place.module).items():
+            opaque = hasattr(value, "__dict__") and not (
+                local in REGISTRIES or local in FOLLOWED or is_tensor(value) or is_module(value) or callable(value)
+            )
+            if not opaque or id(value) in met:
+                continue
+            met.add(id(value))
+            held = [leaf for inner, item in vars(value).items() for _, leaf in _leaves(inner, item, met, followed=False)]
+            own = [t for t in held if is_tensor(t) and not _on_meta(t) and int(t.data_ptr()) not in known]
+            if own and named < _OPAQUE_NAMED:
+                named += 1
+                yield f"{join(place.fqn, local)}: {len(own)} tensors inside a {type(value).__name__}"
 
 
 def _resident(name: str, tensor: Any, role: Role, layer_class: str) -> ResidentTensor:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections import defaultdict
 from types import SimpleNamespace
 
 import pytest
@@ -9,6 +10,7 @@ from layout_pipeline import Worker, manifest_of
 from layout_ranks import Split
 from layout_witness import disagreements, record
 
+from syncguard.layout.coverage import partition_problems, resident_problems
 from syncguard.layout.walk import walk_model
 from syncguard.manifest.verdict import FindingCode, VerdictStatus
 
@@ -34,9 +36,7 @@ def placed(monkeypatch):
         logical_to_all_physical=everywhere,
     )
     monkeypatch.setattr(expert_location, "get_global_expert_location_metadata", lambda: metadata)
-    monkeypatch.setattr(
-        "sglang.srt.layers.moe.fused_moe_triton.layer.get_global_expert_location_metadata", lambda: metadata
-    )
+    monkeypatch.setattr(fused_moe, "get_global_expert_location_metadata", lambda: metadata)
     return metadata
 
 
@@ -82,3 +82,37 @@ def test_a_wrong_placement_map_does_not_pass(placed, tmp_path):
     verdict = Worker(ranks).verdict(manifest_of(tensors))
     assert verdict.status is VerdictStatus.MISMATCH
     assert FindingCode.DERIVED_STALE not in {finding.code for finding in verdict.findings}
+
+
+@pytest.mark.parametrize(
+    ("name", "module", "cls"),
+    [
+        ("glm4-moe", "glm4_moe", "Glm4MoeForCausalLM"),
+        ("deepseek-v3", "deepseek_v2", "DeepseekV3ForCausalLM"),
+    ],
+)
+def test_a_shared_expert_that_is_fused_beside_the_routed_ones_is_bound_on_every_rank(
+    name, module, cls, tmp_path, monkeypatch
+):
+    # Fusion is off on a CPU for want of kernels; its layout does not depend on them.
+    monkeypatch.setattr(
+        f"sglang.srt.models.{module}.{cls}.shared_experts_fusion_disable_reason", staticmethod(lambda *_: None)
+    )
+    cell = Cell(name, "float32", Split(tp=2, ep=2))
+    tensors = cell.export(tmp_path)
+    boxes = defaultdict(set)
+    for tp_rank in range(2):
+        seen = record(
+            tensors,
+            lambda tp_rank=tp_rank: cell.rank(tmp_path, 0, tp_rank),
+            lambda rank: walk_model(rank.model, rank=rank.identity),
+        )
+        assert seen.layout.unbound == ()
+        assert disagreements(seen) == []
+        assert resident_problems(seen.layout) == ()
+        experts = [resident for resident in seen.layout.residents if resident.name.endswith("experts.w2_weight")]
+        assert {resident.shape[0] for resident in experts} == {5}
+        for shard in seen.layout.shards():
+            boxes[shard.tensor.fqn].add(shard.box)
+    lost = {fqn for fqn in tensors if partition_problems(tuple(tensors[fqn].shape), sorted(boxes[fqn]))}
+    assert lost == set()

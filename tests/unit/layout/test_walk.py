@@ -1,20 +1,17 @@
 from __future__ import annotations
 
-import importlib.util
+import time
+import tracemalloc
 from collections import defaultdict
-from pathlib import Path
 
 import pytest
+import tiny_layers as tiny
 import torch
 
 from syncguard.layout.coverage import partition_problems, resident_problems
 from syncguard.layout.model import RankIdentity
 from syncguard.layout.ops import apply_ops
 from syncguard.layout.walk import walk_model
-
-_spec = importlib.util.spec_from_file_location("tiny_layers", Path(__file__).with_name("tiny_layers.py"))
-tiny = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(tiny)
 
 
 def walked(**kwargs):
@@ -83,7 +80,7 @@ def test_a_tied_head_is_an_alias_under_its_own_checkpoint_name():
 
 def test_a_layer_class_without_a_rule_is_named_and_not_skipped():
     model = tiny.qwen3()
-    model.model.layers[0].mlp.strange = type("StrangeLinear", (torch.nn.Linear,), {})(3, 3)
+    model.model.layers[0].mlp.strange = type("StrangeLinear", (torch.nn.Conv1d,), {})(3, 3, 1)
     layout, _ = walk_model(model, rank=RankIdentity())
     assert {u.resident for u in layout.unbound} == {
         "model.layers.0.mlp.strange.weight",
@@ -139,3 +136,26 @@ def test_every_expert_slot_is_bound_to_the_expert_that_the_live_map_names():
 def test_the_fingerprint_follows_the_layout_and_nothing_else():
     assert walked()[1].fingerprint == walked()[1].fingerprint
     assert walked()[1].fingerprint != walked(rank=1, size=2)[1].fingerprint
+
+
+def test_a_rank_of_a_hundred_layers_with_256_experts_is_bound_within_the_budget():
+    layers = [
+        tiny.Block(mlp=tiny.Block(experts=tiny.FusedMoE(4, 2, 256, layer_id=index)), norm=tiny.RMSNorm(4))
+        for index in range(100)
+    ]
+    model = tiny.causal_lm(
+        "Qwen3MoeForCausalLM",
+        layers,
+        embed=tiny.VocabParallelEmbedding(64, 4),
+        head=tiny.ParallelLMHead(64, 4),
+        norm=tiny.RMSNorm(4),
+    )
+    tracemalloc.start()
+    start = time.process_time()
+    layout, _ = walk_model(model, rank=RankIdentity())
+    walked_s = time.process_time() - start
+    peak_bytes = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert len(layout.bindings) == 100 * (256 * 3 + 1) + 3
+    assert walked_s < 8  # 2 s without the memory trace, which costs a factor of three
+    assert peak_bytes < 200e6
