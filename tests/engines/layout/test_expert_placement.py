@@ -26,6 +26,7 @@ PHYSICAL_TO_LOGICAL = torch.tensor([[3, 1, 0, 3, 5, 2, 7, 6, 4, 0, 1, 7], [0, 1,
 def placed(monkeypatch):
     """SGLang's own placement metadata, made from a physical-to-logical map as EPLB makes it."""
     from sglang.srt.eplb import expert_location
+    from sglang.srt.layers.moe.fused_moe_triton import layer as fused_moe  # before the patch: it imports by name
 
     def everywhere(layer, logical, require_global_experts=False):
         return (PHYSICAL_TO_LOGICAL[layer] == logical).nonzero().flatten().tolist()
