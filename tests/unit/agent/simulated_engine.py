@@ -10,7 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from syncguard.digest import ALGORITHM, DEFAULT_KEY_SEED, DigestJob, engine_for, finalize
+from syncguard.digest import ALGORITHM, DEFAULT_KEY_SEED, DigestJob, finalize
+from syncguard.digest.reference import NumpyEngine
 from syncguard.engines.base import EngineStatus, FlushResult, Generation, RankStatus, Scoring
 from syncguard.errors import UnreachableError
 from syncguard.layout.model import Binding, LogicalTensor, RankIdentity, RankLayout, ResidentTensor, Role, Shard
@@ -21,6 +22,7 @@ from syncguard.spec import Box, WeightVersion, dtype_named
 
 Weights = Mapping[str, np.ndarray]
 F32 = dtype_named("float32")
+ENGINE = NumpyEngine()
 VOCAB = 100
 
 
@@ -48,7 +50,7 @@ def manifest_of(
     target = WeightVersion.parse(version) if isinstance(version, str) else version
     entries = []
     jobs = [DigestJob(value, F32, value.shape, Box.whole(value.shape), fqn) for fqn, value in weights.items()]
-    for (fqn, value), partial in zip(weights.items(), engine_for("cpu").partials(jobs, key_seed=key_seed), strict=True):
+    for (fqn, value), partial in zip(weights.items(), ENGINE.partials(jobs, key_seed=key_seed), strict=True):
         digest = finalize(partial, fqn=fqn, dtype=F32, shape=value.shape, key_seed=key_seed)
         entries.append(ManifestEntry(fqn, F32.name, value.shape, partial, digest, changed=changed))
     return seal(Manifest(target, ALGORITHM, key_seed.hex(), tuple(entries)))
@@ -160,7 +162,7 @@ class SimulatedEngine:
                     layout.fingerprint,
                     ALGORITHM,
                     key_seed.hex(),
-                    tuple(engine_for("cpu").partials(jobs, key_seed=key_seed)),
+                    tuple(ENGINE.partials(jobs, key_seed=key_seed)),
                 )
             )
         self.after("observe")
