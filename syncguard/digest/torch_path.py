@@ -195,8 +195,8 @@ def _data_sum(view: torch.Tensor, job: DigestJob, tables: KeyTables) -> torch.Te
             else:
                 block = part[tuple(torch.from_numpy(index).to(view.device) for index in local)]
             sums = _row_sums(block.view(torch.uint8).view(unit_dtype), pieces)
-            total = total + _sum(_mul(_to_device(tables.row_keys(rows), view.device), sums))
-    return _reduce(total)
+            total = _reduce(total + _sum(_mul(_to_device(tables.row_keys(rows), view.device), sums)))
+    return total
 
 
 def _to_device(keys: np.ndarray[Any, np.dtype[np.uint64]], device: torch.device) -> torch.Tensor:

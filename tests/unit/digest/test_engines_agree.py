@@ -169,3 +169,10 @@ def test_the_torch_engine_reads_numpy_arrays_that_are_read_only():
     view.setflags(write=False)
     job = DigestJob(view, dtype_named("bfloat16"), (4, 5), Box.whole((4, 5)))
     assert TorchEngine().partials([job]) == NumpyEngine().partials([job])
+
+
+@pytest.mark.parametrize("shape", [(700, 2048), (3, 300_001), (1_400_000,)])
+def test_tensors_of_many_blocks_agree_whatever_the_blocks(shape, engine):
+    view = np.random.default_rng(9).integers(2**15, 2**16, shape, np.uint16)
+    jobs = [DigestJob(v, dtype_named("bfloat16"), v.shape, Box.whole(v.shape)) for v in (view, view.T)]
+    assert engine.partials(jobs) == NumbaEngine(threads=1).partials(jobs)
