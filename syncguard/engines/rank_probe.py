@@ -17,7 +17,15 @@ from syncguard.engines.base import RankStatus
 from syncguard.errors import ObservationRacedError
 from syncguard.layout.derived import check_derived
 from syncguard.layout.ops import apply_ops
-from syncguard.layout.walk import FOLLOWED, is_tensor, live_expert_placement, walk_model
+from syncguard.layout.walk import (
+    FOLLOWED,
+    REGISTRIES,
+    is_tensor,
+    live_expert_placement,
+    live_modules,
+    own_tensors,
+    walk_model,
+)
 from syncguard.manifest.model import CheckResult, RankObservation
 from syncguard.spec import Box, dtype_named
 
@@ -26,8 +34,7 @@ if TYPE_CHECKING:
 
     from syncguard.layout.model import Derived, Padding, RankIdentity, RankLayout
 
-_PLAIN: Final = (bool, int, str, type(None))
-_REGISTRIES: Final = frozenset({"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"})
+_PLAIN: Final = (bool, int, float, str, type(None))
 _LAYOUTS_KEPT: Final = 4
 
 
@@ -182,35 +189,31 @@ def _signature(model: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     settings: list[Any] = []
     places: list[Any] = []
     placement = live_expert_placement()
-    for name, module in model.named_modules():
-        settings += (name, type(module))
-        for members in (module.__dict__, module._parameters, module._buffers):  # noqa: SLF001 - torch's own registries
-            for key, value in members.items():
-                if type(value) in _PLAIN:
-                    settings += (key, value)
-                elif key not in _REGISTRIES:
-                    _sign(name, key, value, settings, places)
+    for name, module, alias_of in live_modules(model):
+        settings += (name, type(module), alias_of)
+        if alias_of:
+            continue
+        for key, value in module.__dict__.items():
+            if key not in REGISTRIES:
+                _sign(key, value, settings)
+        for local, tensor, _ in own_tensors(module):
+            places += (name, local, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
         if placement is not None and "_num_local_routed" in module.__dict__:
             first = module._expert_storage_rank * module._num_local_routed  # noqa: SLF001 - the live slots
             settings += [placement(module.layer_id, first + slot) for slot in range(module._num_local_routed)]  # noqa: SLF001
     return tuple(settings), tuple(places)
 
 
-def _sign(name: str, key: str, value: Any, settings: list[Any], places: list[Any]) -> None:
+def _sign(key: str, value: Any, settings: list[Any]) -> None:
     if isinstance(value, _PLAIN):
         settings += (key, value)
-    elif is_tensor(value):
-        places += (name, key, value.data_ptr(), value.shape, value.stride(), value.dtype)
     elif isinstance(value, list | tuple | dict):
         items = list(value.values()) if isinstance(value, dict) else value
         settings += (key, tuple(item for item in items if isinstance(item, _PLAIN)))
-        for item in items:
-            if is_tensor(item):
-                _sign(name, key, item, settings, places)
-    elif key in FOLLOWED and hasattr(value, "__dict__") and not hasattr(value, "_modules"):
+    elif key in FOLLOWED and hasattr(value, "__dict__") and not (is_tensor(value) or hasattr(value, "_modules")):
         settings.append(type(value))
         for inner, held in vars(value).items():
-            _sign(name, inner, held, settings, places)
+            _sign(inner, held, settings)
 
 
 def _bound(layout: RankLayout, tensors: Mapping[str, Any]) -> _Bound:

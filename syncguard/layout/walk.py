@@ -114,18 +114,18 @@ def live_modules(model: Any) -> Iterator[tuple[str, Any, str]]:
     stack = [("", model)]
     unregistered: deque[tuple[str, Any]] = deque()
     while stack or unregistered:
+        registered = bool(stack)
         fqn, module = stack.pop() if stack else unregistered.popleft()
         seen = first.get(id(module))
+        if not registered and seen is not None:
+            continue  # a reference to a layer is no second name of it
         yield fqn, module, "" if seen is None else seen or "(model)"
         if seen is not None:
             continue
         first[id(module)] = fqn
         children = [(join(fqn, key), child) for key, child in module._modules.items() if child is not None]  # noqa: SLF001
         stack.extend(reversed(children))
-        held = ((join(fqn, local), leaf) for local, leaf in _attributes(module) if is_module(leaf))
-        unregistered.extend(held)
-        if not stack:  # a reference to a registered module is no second name of it
-            unregistered = deque((name, leaf) for name, leaf in unregistered if id(leaf) not in first)
+        unregistered.extend((join(fqn, local), leaf) for local, leaf in _attributes(module) if is_module(leaf))
 
 
 def own_tensors(module: Any) -> Iterator[tuple[str, Any, Role]]:
@@ -205,7 +205,9 @@ def _out_of_sight(places: list[_Place], live: dict[str, Any]) -> Iterator[str]:
             if not opaque or id(value) in met:
                 continue
             met.add(id(value))
-            held = [leaf for inner, item in vars(value).items() for _, leaf in _leaves(inner, item, met, followed=False)]
+            held = [
+                leaf for inner, item in vars(value).items() for _, leaf in _leaves(inner, item, met, followed=False)
+            ]
             own = [t for t in held if is_tensor(t) and not _on_meta(t) and int(t.data_ptr()) not in known]
             if own and named < _OPAQUE_NAMED:
                 named += 1
