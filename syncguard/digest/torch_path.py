@@ -191,7 +191,7 @@ def _data_sum(view: torch.Tensor, job: DigestJob, tables: KeyTables) -> torch.Te
             for index, offset, length in zip(local, offsets[:-1], shape[:-1], strict=True):
                 rows = rows * np.uint64(length) + (index + offset).astype(np.uint64)
             if len(local) == 1:
-                block = part[row : row + len(rows)].contiguous()
+                block = part[row : row + len(rows)].clone(memory_format=torch.contiguous_format)
             else:
                 block = part[tuple(torch.from_numpy(index).to(view.device) for index in local)]
             sums = _row_sums(block.view(torch.uint8).view(unit_dtype), pieces)
