@@ -16,10 +16,11 @@ from typing import Final
 
 import msgspec
 
+from syncguard.digest import ALGORITHM, PartialDigest, expected_coverage
 from syncguard.errors import ManifestError, SpecVersionError
 from syncguard.layout.coverage import partition_problems
-from syncguard.manifest.model import Manifest
-from syncguard.spec import DTYPES, SPEC_VERSION
+from syncguard.manifest.model import Manifest, ManifestEntry
+from syncguard.spec import DTYPES, SPEC_VERSION, dtype_named
 
 FILE_LIMIT_BYTES: Final = 1 << 30
 ENTRY_LIMIT: Final = 1_000_000
@@ -53,10 +54,14 @@ def check(manifest: Manifest, where: str = "manifest") -> None:
 
     Raises:
         SpecVersionError: Written by another version of the specification.
-        ManifestError: Unsorted or repeated names, an unknown dtype, counts or parts that contradict the shape.
+        ManifestError: Unsorted or repeated names, an unknown dtype, sums or parts that contradict the shape or each
+            other, or an exemption without a reason or a tensor.
+        DigestInputError: The key seed is none.
     """
     check_spec_version(manifest.spec_version, where)
+    _check_exemptions(manifest, where)
     previous = ""
+    due: dict[tuple[str, tuple[int, ...]], PartialDigest] = {}  # experts by the thousand have one shape
     for entry in manifest.entries:
         at = f"{where}: {entry.fqn}"
         if entry.fqn <= previous:
@@ -78,9 +83,58 @@ def check(manifest: Manifest, where: str = "manifest") -> None:
                 where=at,
                 todo="export again; a shard was missing or counted twice",
             )
-        problems = partition_problems(entry.shape, tuple(part.box for part in entry.parts)) if entry.parts else ()
-        if problems:
-            raise ManifestError("parts of a manifest entry", expected="a partition", found=problems[0], where=at)
+        if manifest.algorithm == ALGORITHM:
+            form = (entry.dtype, entry.shape)
+            if form not in due:
+                due[form] = expected_coverage(dtype_named(entry.dtype), entry.shape, key_seed=_seed(manifest, where))
+            if entry.partial.coverage != due[form].coverage:
+                raise ManifestError(
+                    "coverage of a manifest entry",
+                    expected="each element once",
+                    found="as many elements, but not each once",
+                    where=at,
+                    todo="export again; a shard was missing and another counted twice",
+                )
+        if entry.parts:
+            _check_parts(entry, at)
+
+
+def _check_parts(entry: ManifestEntry, at: str) -> None:
+    """Refuse parts that do not tile their tensor, or do not add up to it: a verdict could follow either of the two."""
+    problems = partition_problems(entry.shape, tuple(part.box for part in entry.parts))
+    if problems:
+        raise ManifestError("parts of a manifest entry", expected="a partition", found=problems[0], where=at)
+    total = sum((part.partial for part in entry.parts), PartialDigest.zero())
+    wrong = next((part.box for part in entry.parts if part.partial.count != part.box.count), None)
+    if total != entry.partial or wrong is not None:
+        raise ManifestError(
+            "parts of a manifest entry",
+            expected="the sum of the whole tensor",
+            found=f"another number of elements in {wrong}" if wrong is not None else "another sum",
+            where=at,
+            todo="export again; parts and whole were made from different bytes",
+        )
+
+
+def _check_exemptions(manifest: Manifest, where: str) -> None:
+    names = {entry.fqn for entry in manifest.entries} if manifest.exempt else set()
+    for policy in manifest.exempt:
+        if policy.fqn not in names or not policy.reason.strip():
+            raise ManifestError(
+                "an exemption",
+                expected="the name of one exported tensor, once, with a reason",
+                found=f"{policy.fqn!r} because {policy.reason!r}",
+                where=where,
+                todo="name each exempt tensor and say why workers need not hold it",
+            )
+        names.discard(policy.fqn)
+
+
+def _seed(manifest: Manifest, where: str) -> bytes:
+    try:
+        return manifest.key_seed
+    except ValueError as error:
+        raise ManifestError("key seed of a manifest", expected="hex digits", found=error, where=where) from error
 
 
 def check_spec_version(found: int, where: str) -> None:

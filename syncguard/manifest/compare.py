@@ -16,7 +16,7 @@ from syncguard.manifest.explain import Explainer
 from syncguard.manifest.model import KnownVersion, Manifest, WorkerObservation
 from syncguard.manifest.observed import RankPair, comparable_pairs, drafts, rank_findings, residents
 from syncguard.manifest.tensors import Held, TensorOutcome, judge_tensor
-from syncguard.manifest.verdict import Finding, FindingCode, Severity, Verdict, VerdictStatus, status_of
+from syncguard.manifest.verdict import Coverage, Finding, FindingCode, Severity, Verdict, VerdictStatus, status_of
 
 _GRAVITY = {Severity.MISMATCH: 0, Severity.UNSUPPORTED: 1, Severity.INCOMPLETE: 2, Severity.WARNING: 3}
 
@@ -61,6 +61,7 @@ def compare(
     findings += torn_findings(outcomes)
 
     proven = sum(outcome.proven for outcome in outcomes)
+    missed = len(manifest.entries) - proven - coverage.exempt_tensors
     coverage = replace(
         coverage,
         manifest_tensors=len(manifest.entries),
@@ -74,9 +75,11 @@ def compare(
             key=lambda finding: _GRAVITY[finding.severity],
         )
     )
-    # An empty manifest finds nothing wrong; it also proves nothing.
-    status = status_of(ordered) if proven else max(status_of(ordered), VerdictStatus.INCOMPLETE, key=_rank_status)
-    reason = _reason(status, ordered, manifest, proven)
+    # An empty manifest finds nothing wrong; it also proves nothing. Nor does silence prove what was not compared.
+    status = status_of(ordered)
+    if not proven or missed:
+        status = max(status, VerdictStatus.INCOMPLETE, key=_rank_status)
+    reason = _reason(status, ordered, manifest, coverage)
     return Verdict(status, reason, ordered, coverage, _evidence(manifest, observation, pairs))
 
 
@@ -166,8 +169,10 @@ def _rank_status(status: VerdictStatus) -> int:
     return order.index(status)
 
 
-def _reason(status: VerdictStatus, findings: Sequence[Finding], manifest: Manifest, proven: int) -> str:
-    total = len(manifest.entries)
+def _reason(status: VerdictStatus, findings: Sequence[Finding], manifest: Manifest, coverage: Coverage) -> str:
+    total, proven, exempt = len(manifest.entries), coverage.proven_tensors, coverage.exempt_tensors
+    if status is VerdictStatus.MATCH and exempt:
+        return f"{proven} of {total} tensors of {manifest.version} are resident bit for bit, {exempt} exempt by name"
     if status is VerdictStatus.MATCH:
         return f"all {total} tensors of {manifest.version} are resident bit for bit"
     counts = Counter(finding.code.value for finding in findings if finding.severity is not Severity.WARNING)

@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from syncguard.digest import PartialDigest
+from syncguard.errors import UsageError
 from syncguard.manifest.verdict import FindingCode
-from syncguard.spec import Box
+from syncguard.spec import Box, WeightVersion
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -40,9 +41,12 @@ class Explainer:
 
     Attributes:
         history: Earlier versions, the newest first.
+        precedents: Those of them that the trainer may have changed something against: not those of later steps, which a
+            worker knows after a rollback.
     """
 
     history: Sequence[KnownVersion]
+    precedents: Sequence[KnownVersion] = ()
     _whole_names: Mapping[tuple[str, tuple[int, ...], PartialDigest], str] = field(default_factory=dict)
     _part_names: Mapping[tuple[str, Box, PartialDigest], str] = field(default_factory=dict)
 
@@ -51,7 +55,8 @@ class Explainer:
         """Index a manifest by content."""
         wholes = {(e.dtype, e.shape, e.partial): e.fqn for e in manifest.entries}
         parts = {(e.dtype, part.box, part.partial): e.fqn for e in manifest.entries for part in e.parts}
-        return cls(history, wholes, parts)
+        later = {known.label for known in history if _later(known.label, manifest.version)}
+        return cls(history, [known for known in history if known.label not in later], wholes, parts)
 
     def stale_version(self, fqn: str, box: Box, shape: tuple[int, ...], partial: PartialDigest) -> str:
         """Return the label of the newest earlier version with this content in this box, or an empty string."""
@@ -93,6 +98,13 @@ class Explainer:
             FindingCode.UNKNOWN_CONTENT,
             "content equals no version and no tensor that is known here; look at the layout, the cast and the transfer",
         )
+
+
+def _later(label: str, version: WeightVersion) -> bool:
+    try:
+        return version.older_than(WeightVersion.parse(label))
+    except UsageError:  # a label that is no weight version has no order
+        return False
 
 
 def expected_of_box(entry: ManifestEntry, box: Box) -> PartialDigest | None:

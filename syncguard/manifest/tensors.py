@@ -96,7 +96,7 @@ def judge_tensor(entry: ManifestEntry, held: Sequence[Held], explainer: Explaine
 
 def frozen_export(entry: ManifestEntry, explainer: Explainer) -> list[Finding]:
     """Report an export of frozen bytes, which would pass every equality check (verl issue 7495 is one)."""
-    newest = next((known for known in explainer.history if entry.fqn in known.wholes), None)
+    newest = next((known for known in explainer.precedents if entry.fqn in known.wholes), None)
     if entry.changed is Changed.CHANGED and newest is not None and newest.wholes[entry.fqn] == entry.partial:
         return [
             Finding(

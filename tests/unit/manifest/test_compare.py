@@ -311,8 +311,9 @@ def test_an_empty_manifest_proves_nothing(make_weights, make_manifest, make_work
 
 def test_digests_of_another_key_are_incomplete_and_not_a_mismatch(make_weights, make_manifest, make_worker):
     tensors = make_weights(1)
-    manifest = make_manifest(tensors, "run@1", key_seed_hex="11" * 32)
-    verdict = compare(manifest, make_worker(tensors).observe())
+    observation = make_worker(tensors).observe()
+    other_key = tuple(replace(rank, key_seed_hex="11" * 32) for rank in observation.ranks)
+    verdict = compare(make_manifest(tensors, "run@1"), replace(observation, ranks=other_key))
     assert verdict.status is VerdictStatus.INCOMPLETE
     assert FindingCode.ALGORITHM_DIFFERS in codes(verdict)
 
