@@ -364,15 +364,9 @@ class Gate:
         """Let the routers follow what is known of a worker; a router that fails keeps the worker from READY."""
         with self._lock:
             state = self._states[address]
-            wanted = self._wanted
         told = state.readiness
-        ready = (
-            told is not None
-            and told.state is ReadinessState.READY
-            and told.weight_version == wanted
-            and not state.quarantined
-            and not state.unreachable
-        )
+        # READY at its own version: a worker that waits for its turn in a rolling update goes on serving.
+        ready = state.readiness_state is ReadinessState.READY and not state.quarantined and not state.unreachable
         try:
             self._route(address, ready=ready, because=told.message if told is not None else "never verified")
         except SyncguardError as error:

@@ -96,18 +96,21 @@ class SmgRouter:
             self._wait(deadline_s, worker, "a worker that is ready", entry)
 
     def remove(self, worker: str, because: str) -> None:  # noqa: ARG002 - for routers that can say it
-        """Take the worker out, and return when the gateway no longer lists it.
+        """Take the worker out, and return when no request can reach it and none runs on it.
+
+        The gateway stops routing at once (`draining`), lets requests in flight finish, and forgets the worker some 5 s
+        later, finished or not; so the worker itself is asked whether it is idle.
 
         Raises:
-            UnreachableError: The gateway did not answer, refused, or kept the worker.
+            UnreachableError: The gateway did not answer, refused or kept the worker, or requests never finished.
         """
         url = self._url(worker)
         deadline_s = time.monotonic() + self.wait_s
         asked: set[str] = set()
         while True:
             entry = self._entry(url)
-            if entry is None:
-                return
+            if entry is None or (entry.get("status") == "draining" and not entry.get("load")):
+                break
             name = str(entry["id"])
             if name not in asked:
                 asked.add(name)
@@ -116,6 +119,17 @@ class SmgRouter:
                     raise self._refused("remove a worker", answer)
                 continue
             self._wait(deadline_s, worker, "a removed worker", entry)
+        while (running := self._running(url)) > 0:
+            self._wait(deadline_s, worker, "an idle worker", {"status": f"{running} requests run on it"})
+
+    def _running(self, url: str) -> int:
+        """Return the requests that run or wait on the worker (SGLang 0.5.23 `/v1/loads`); 0 when it cannot say."""
+        try:
+            with httpx.Client(timeout=5.0, transport=self.transport, trust_env=False) as client:
+                loads = client.get(f"{url}/v1/loads", params={"include": "core"}).json()["loads"]
+            return sum(int(load[key]) for load in loads for key in ("num_running_reqs", "num_waiting_reqs"))
+        except (httpx.HTTPError, ValueError, KeyError, TypeError):
+            return 0
 
     def _url(self, worker: str) -> str:
         url = self.workers.get(worker)
