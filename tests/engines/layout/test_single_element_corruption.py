@@ -28,9 +28,9 @@ def one_bit_flipped(tensor, generator):
 
 
 @pytest.mark.parametrize("cell", CELLS, ids=str)
-def test_one_flipped_bit_in_any_resident_tensor_is_caught_and_named(cell, tmp_path):
-    tensors = cell.export(tmp_path)
-    ranks = [cell.rank(tmp_path, *place) for place in cell.split.ranks]
+def test_one_flipped_bit_in_any_resident_tensor_is_caught_and_named(cell, exported):
+    folder, tensors = exported(cell)
+    ranks = [cell.rank(folder, *place) for place in cell.split.ranks]
     for rank in ranks:
         rank.load(tensors)
     manifest = manifest_of(tensors)

@@ -1,0 +1,50 @@
+"""The table family x scheme x split, from the reports of one test run."""
+
+from __future__ import annotations
+
+from layout_cases import CELLS
+from layout_checkpoints import CHECKPOINTS
+from layout_quantize import SCHEMES
+
+_LEGEND = """\
+Shown on SGLang 0.5.23's own model classes, loaded by their own `load_weights` and post-processing, tiny, on CPU tensors:
+every element where the engine's loader put it, and one flipped bit in each resident tensor caught and named.
+`exact`: bitwise. `exact+`: bitwise, with derived state checked in the rank. `FAILED`: not shown by this run. Blank: not run.
+Quantized schemes take the branches that SGLang takes on a CUDA device, without its kernels. Nothing here is a live server.
+"""
+
+
+def table(reports: list[tuple[str, str, dict[str, object]]]) -> str:
+    """Return the table in Markdown; a cell holds only if every test of it passed."""
+    outcomes: dict[str, list[str]] = {}
+    derived: set[str] = set()
+    refused: list[tuple[str, str]] = []
+    for nodeid, outcome, properties in reports:
+        name = nodeid.partition("[")[2].removesuffix("]")
+        if "test_refused_forms" in nodeid and outcome == "passed" and "refused" in properties:
+            refused.append((name, str(properties["refused"])))
+            continue
+        outcomes.setdefault(name, []).append(outcome)
+        if properties.get("derived"):
+            derived.add(name)
+    splits = list(dict.fromkeys(str(cell.split) for cell in CELLS))
+    rows: dict[tuple[str, str], dict[str, str]] = {}
+    for cell in CELLS:
+        seen = outcomes.get(str(cell), [])
+        if not seen:
+            continue
+        word = "exact+" if str(cell) in derived else "exact"
+        scheme = SCHEMES[cell.scheme].name if cell.scheme in SCHEMES else cell.scheme
+        family = CHECKPOINTS[cell.name].family + cell.name.partition("-")[2].join((" (", ")")) * (
+            cell.name.endswith(("-tied", "-bias"))
+        )
+        rows.setdefault((family, scheme), {})[str(cell.split)] = (
+            word if set(seen) == {"passed"} and len(seen) == 2 else "FAILED"
+        )
+    head = ["family", "scheme", *splits]
+    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+    for (family, scheme), cells in rows.items():
+        lines.append("| " + " | ".join([family, scheme, *(cells.get(split, "") for split in splits)]) + " |")
+    lines += ["", "| unsupported, refused by name | reason |", "|---|---|"]
+    lines += [f"| {name} | {reason} |" for name, reason in sorted(refused)]
+    return _LEGEND + "\n" + "\n".join(lines) + "\n"
