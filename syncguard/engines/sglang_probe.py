@@ -16,6 +16,7 @@ from __future__ import annotations
 import logging
 from typing import Any, Final
 
+from syncguard.engines import sglang_inside
 from syncguard.engines.probe_wire import (
     ACTION_PREFIX,
     ProbeAnswer,
@@ -199,3 +200,4 @@ def install() -> None:
     }
     for target, hook in targets.items():
         HookRegistry.register(target, hook, HookType.AROUND)
+    sglang_inside.install()

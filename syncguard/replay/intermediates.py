@@ -1,7 +1,8 @@
 """Capturing intermediate outputs and operator inputs of a torch model by module name, through forward hooks.
 
-Works on Transformers and on the model inside an SGLang rank (0.5.23), whose layers return `(hidden, residual)`: the residual
-stream is their sum. Not imported by the package itself: the agent runs without torch.
+Works on Transformers and on the model inside an SGLang rank, whose layers hold back the residual: some return
+`(hidden, residual)`, Qwen3 of 0.5.23 leaves it in `forward_batch.residual_stream` (`layers/layer_boundary/residual`). The residual
+stream is the sum. Not imported by the package itself: the agent runs without torch.
 """
 
 from __future__ import annotations
@@ -91,9 +92,20 @@ def _is_layer(name: str) -> bool:
     return head == "model.layers" and number.isdigit()
 
 
-def stream_of(name: str, output: Any) -> Any:
-    """Return the part of an output that is compared: a final norm's second output is its input, not its result."""
-    return output[0] if name.endswith("norm") and isinstance(output, tuple) else output
+def stream_of(name: str, inputs: tuple[Any, ...], keywords: dict[str, Any], output: Any) -> Any:
+    """Return the part of an output that is compared.
+
+    A final norm's second output is its input, not its result. A layer's output lacks the residual that a batch object
+    among its inputs carries.
+    """
+    if name.endswith("norm") and isinstance(output, tuple):
+        return output[0]
+    if _is_layer(name) and isinstance(output, torch.Tensor):
+        for value in (*inputs, *keywords.values()):
+            held = getattr(getattr(value, "residual_stream", None), "residual", None)
+            if isinstance(held, torch.Tensor) and held.shape == output.shape:
+                return output, held
+    return output
 
 
 @contextmanager
@@ -110,9 +122,9 @@ def capturing(model: Any, names: Sequence[str]) -> Iterator[Capture]:
     kept = Capture()
 
     def hook(name: str) -> Callable[..., None]:
-        return lambda _module, _inputs, output: kept.add(name, stream_of(name, output))
+        return lambda _module, inputs, keywords, output: kept.add(name, stream_of(name, inputs, keywords, output))
 
-    handles = [modules[name].register_forward_hook(hook(name)) for name in names]
+    handles = [modules[name].register_forward_hook(hook(name), with_kwargs=True) for name in names]
     try:
         yield kept
     finally:

@@ -1,5 +1,6 @@
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from syncguard.replay.intermediates import (
     replay_operator,
     residual_stream,
     saving_operator_input,
+    stream_of,
     usual_points,
 )
 
@@ -111,6 +113,14 @@ def test_an_engines_pair_of_hidden_and_residual_is_their_sum():
     assert torch.equal(residual_stream(one), one)
     with pytest.raises(ScoreError):
         residual_stream((None,))
+
+
+def test_a_residual_that_a_batch_object_carries_is_added_to_a_layers_output():
+    one, two = torch.ones(3, 4), torch.full((3, 4), 2.0)
+    batch = SimpleNamespace(residual_stream=SimpleNamespace(residual=two))
+    assert torch.equal(residual_stream(stream_of("model.layers.0", (None, one, batch), {}, one)), one + two)
+    assert torch.equal(residual_stream(stream_of("model.layers.0.mlp", (one, batch), {}, one)), one)
+    assert torch.equal(residual_stream(stream_of("model.norm", (), {}, (one, two))), one)
 
 
 def test_an_operator_is_replayed_on_its_saved_input(tmp_path):
