@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from importlib import metadata
 from typing import TYPE_CHECKING, Any, Final
 
-from syncguard.digest import ALGORITHM, DigestJob, PartialDigest, engine_for
+from syncguard.digest import ALGORITHM, DEFAULT_KEY_SEED, DigestJob, PartialDigest, engine_for
 from syncguard.engines.base import RankStatus
 from syncguard.errors import ObservationRacedError
 from syncguard.layout.derived import check_derived
@@ -55,6 +55,7 @@ class _Bound:
     jobs: list[DigestJob] = field(default_factory=list)
     binding_job: list[int] = field(default_factory=list)
     padding_job: list[int] = field(default_factory=list)
+    exempt_jobs: list[DigestJob] = field(default_factory=list)
     read_bytes: int = 0
 
 
@@ -80,6 +81,7 @@ class RankProbe:
         self._bound: dict[tuple[Any, ...], _Bound] = {}
         self._places: tuple[Any, ...] = ()
         self._addresses: dict[str, int] = {}
+        self._exempt: dict[tuple[Any, ...], PartialDigest] = {}
 
     def update_started(self) -> None:
         """Note that weights may change from now on; calls nest (a session and the transfers inside it)."""
@@ -133,6 +135,7 @@ class RankProbe:
         )
         derived = tuple(_derived_result(claim, bound.tensors) for claim in bound.layout.derived)
         moved = self._moved(bound.tensors)
+        altered = self._altered(bound)
         if self.status() != before:
             raise ObservationRacedError(
                 "weights changed while they were read",
@@ -156,6 +159,7 @@ class RankProbe:
             read_bytes=bound.read_bytes,
             duration_s=time.perf_counter() - start,
             probe_version=self._version,
+            altered=altered,
         )
 
     def _bind(self) -> _Bound:
@@ -173,6 +177,17 @@ class RankProbe:
                 self._bound.clear()
             self._bound[settings] = bound
         return bound
+
+    def _altered(self, bound: _Bound) -> tuple[str, ...]:
+        """Return exempt tensors with other bytes than when they were first seen in this form.
+
+        No trainer exports them, so their first content is the reference; always under one key, whatever the manifest's.
+        """
+        partials = _digest(bound.exempt_jobs, DEFAULT_KEY_SEED)
+        forms = ((job.fqn, job.dtype.name, job.shape) for job in bound.exempt_jobs)
+        found = dict(zip(forms, partials, strict=True))
+        altered = tuple(form[0] for form, partial in found.items() if self._exempt.setdefault(form, partial) != partial)
+        return tuple(sorted(altered))
 
     def _moved(self, tensors: Mapping[str, Any]) -> tuple[str, ...]:
         addresses = {name: int(tensor.data_ptr()) for name, tensor in tensors.items()}
@@ -239,6 +254,13 @@ def _bound(layout: RankLayout, tensors: Mapping[str, Any]) -> _Bound:
         view = _view(tensors[padding.resident], padding.ops)
         shape = tuple(int(n) for n in view.shape)
         bound.padding_job.append(job(view, dtypes[padding.resident], shape, Box.whole(shape), padding.resident))
+    for exempt in layout.exempt:
+        view = _view(tensors[exempt.resident], ())
+        shape = tuple(int(n) for n in view.shape)
+        if exempt.resident in dtypes and Box.whole(shape).count:
+            dtype = dtype_named(dtypes[exempt.resident])
+            bound.exempt_jobs.append(DigestJob(view, dtype, shape, Box.whole(shape), exempt.resident))
+            bound.read_bytes += Box.whole(shape).count * dtype.itemsize_bytes
     return bound
 
 

@@ -131,6 +131,7 @@ class RankObservation:
         read_bytes: Bytes digested.
         duration_s: Seconds spent in the rank.
         probe_version: Version of syncguard inside the rank.
+        altered: Exempt resident tensors that hold other bytes than when this incarnation first showed them in that form.
     """
 
     rank: RankIdentity
@@ -147,6 +148,7 @@ class RankObservation:
     read_bytes: int = 0
     duration_s: float = 0.0
     probe_version: str = ""
+    altered: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -175,6 +175,16 @@ def resident_findings(pair: RankPair, problems: tuple[ResidentProblem, ...]) -> 
                 resident=derived.resident,
                 observed=result.detail,
             )
+    reasons = {exempt.resident: exempt.reason for exempt in layout.exempt}
+    for name in rank.altered:
+        yield Finding(
+            FindingCode.EXEMPT_CHANGED,
+            Severity.MISMATCH,
+            f"was exempt ({reasons.get(name, 'named by the layout')}), yet holds other bytes than at first; look at what "
+            "wrote it, such as sleep and wake, and restart the engine",
+            rank=where,
+            resident=name,
+        )
     for name in rank.moved:
         yield Finding(
             FindingCode.STORAGE_MOVED,

@@ -46,6 +46,7 @@ class FindingCode(str, Enum):
     UNKNOWN_CONTENT = "unknown_content"
     PADDING_NOT_ZERO = "padding_not_zero"
     DERIVED_STALE = "derived_stale"
+    EXEMPT_CHANGED = "exempt_changed"
     UNCHANGED = "unchanged"
     TORN = "torn"
     SHAPE_DIFFERS = "shape_differs"
