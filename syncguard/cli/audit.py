@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
+from syncguard.cli.credentials import client_credentials
 from syncguard.cli.output import FINDINGS_SHOWN, console, print_json, print_verdict, progress_bar, verdict_as_dict
-from syncguard.errors import UsageError
 from syncguard.manifest.codec import load
-
-if TYPE_CHECKING:
-    from syncguard.rpc.credentials import ChannelCredentials
 
 
 def audit(
@@ -30,7 +27,7 @@ def audit(
     from syncguard.gate.client import AgentClient
 
     expected = load(manifest)
-    credentials = _credentials(tls_ca, tls_cert, tls_key, token_file)
+    credentials = client_credentials(tls_ca, tls_cert, tls_key, token_file)
     with (
         AgentClient(agent, credentials=credentials, timeout_s=timeout_s) as client,
         progress_bar(f"auditing {agent}", as_json=as_json) as bar,
@@ -43,18 +40,3 @@ def audit(
     else:
         print_verdict(console(), verdict, worker=verdict.evidence.get("worker", agent), shown=findings)
     raise typer.Exit(int(verdict.exit_code))
-
-
-def _credentials(ca: Path | None, cert: Path | None, key: Path | None, token_file: Path | None) -> ChannelCredentials:
-    from syncguard.rpc.credentials import ChannelCredentials, TlsFiles, read_secret
-
-    tls = None
-    if ca is not None and cert is not None and key is not None:
-        tls = TlsFiles(certificate=cert, key=key, authority=ca)
-    elif ca is not None or cert is not None or key is not None:
-        raise UsageError(
-            "TLS files of the client",
-            expected="--tls-ca, --tls-cert and --tls-key together, or none of them",
-            found=" ".join(str(path) for path in (ca, cert, key) if path is not None),
-        )
-    return ChannelCredentials(tls=tls, token=read_secret(token_file) if token_file is not None else "")

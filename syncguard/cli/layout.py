@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from syncguard.cli.audit import _credentials
+from syncguard.cli.credentials import client_credentials
 from syncguard.cli.output import console, print_json, progress_bar
 from syncguard.errors import ExitCode, UsageError
 from syncguard.spec import DTYPES, Box
@@ -40,7 +40,7 @@ def layout(
         if agent:
             from syncguard.gate.client import AgentClient
 
-            credentials = _credentials(tls_ca, tls_cert, tls_key, token_file)
+            credentials = client_credentials(tls_ca, tls_cert, tls_key, token_file)
             with AgentClient(agent, credentials=credentials, timeout_s=timeout_s) as client:
                 ranks = client.layouts()
         else:

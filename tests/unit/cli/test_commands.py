@@ -56,7 +56,7 @@ def manifest(run, checkpoint, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "command", ["agent", "gate", "export", "audit", "diff", "capture", "diagnose", "report", "demo"]
+    "command", ["agent", "gate", "export", "audit", "diff", "layout", "capture", "diagnose", "report", "demo"]
 )
 def test_every_command_explains_itself_and_its_exit_codes(run, command):
     code, out, _ = run(command, "--help")
