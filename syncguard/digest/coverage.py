@@ -9,9 +9,12 @@ from __future__ import annotations
 import hashlib
 from functools import lru_cache
 from itertools import product
+from math import prod
 from typing import TYPE_CHECKING, Final
 
-from syncguard.digest.keys import TABLE_LENGTH, key_tables
+import numpy as np
+
+from syncguard.digest.keys import key_tables, reduce_mod_p
 from syncguard.digest.partial import DEFAULT_KEY_SEED, PRIME, KeySeed, PartialDigest, check_place, check_seed
 from syncguard.errors import DigestInputError
 from syncguard.spec import Box
@@ -19,47 +22,61 @@ from syncguard.spec import Box
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from syncguard.digest.keys import U64Array
     from syncguard.spec import DType
 
 _FINAL_DOMAIN: Final = b"MLP61v1/final\0"
 _DIGEST_BYTES: Final = 16
 _WORD_BYTES: Final = 4
-_ROW_PAIR: Final = 2
+_PLACES: Final = {1: (1, 1 << 8, 1 << 16, 1 << 24), 2: (1, 1 << 16), 4: (1,)}
+_MASK_28: Final = np.uint64((1 << 28) - 1)
+_MASK_33: Final = np.uint64((1 << 33) - 1)
 
 
-@lru_cache(maxsize=16)
-def _prefix_sums(key_seed: KeySeed, table: int, stride: int) -> tuple[int, ...]:
-    """Return prefix sums of every `stride`-th value of a table; entry i is the sum of the first i values."""
-    sums = [0]
-    total = 0
-    for value in key_tables(key_seed).tables[table, ::stride].tolist():
-        total += value
-        sums.append(total)
-    return tuple(sums)
+class _Sums:
+    """Prefix sums of the four tables of a seed, and of every second entry of T0; sums of keys are differences."""
+
+    def __init__(self, key_seed: KeySeed) -> None:
+        tables = key_tables(key_seed).tables
+        self.words, self.words_high, self.rows, self.rows_high = (_prefix_sums(table) for table in tables)
+        self.even_words = _prefix_sums(tables[0, ::2])
+
+    def below(self, low: list[int], high: list[int], stop: int) -> int:
+        """Return the sum of the keys of indices below `stop`; a low table of half length stands for even indices."""
+        blocks, rest = divmod(stop, len(low) - 1)
+        if not blocks:
+            return low[rest]
+        return low[-1] * high[blocks] + low[rest] * (high[blocks + 1] - high[blocks] if rest else 0)
+
+    def rows_below(self, stop: int) -> int:
+        """Return the sum of the keys of rows 0 to `stop`."""
+        return self.below(self.rows, self.rows_high, stop)
+
+    def columns_below(self, stop: int, itemsize_bytes: int) -> int:
+        """Return the sum of the keys of the first bytes of columns 0 to `stop`."""
+        if itemsize_bytes > _WORD_BYTES:
+            return self.below(self.even_words, self.words_high, stop)
+        words, rest = divmod(stop * itemsize_bytes, _WORD_BYTES)
+        below = self.below(self.words, self.words_high, words)
+        places = _PLACES[itemsize_bytes]
+        total = below * sum(places)
+        if rest:
+            cut = self.below(self.words, self.words_high, words + 1) - below
+            total += cut * sum(places[: rest // itemsize_bytes])
+        return total
 
 
-def _range_sum(key_seed: KeySeed, pair: int, stop: int, stride: int = 1) -> int:
-    """Return the sum of the keys of indices 0, stride, 2 stride, ... below `stop * stride`."""
-    low = _prefix_sums(key_seed, pair, stride)
-    high = _prefix_sums(key_seed, pair + 1, 1)
-    blocks, rest = divmod(stop, TABLE_LENGTH // stride)
-    total = low[-1] * high[blocks]
-    if rest:
-        total += low[rest] * (high[blocks + 1] - high[blocks])
-    return total % PRIME
+def _prefix_sums(values: U64Array) -> list[int]:
+    """Return the sums modulo p of the first 0, 1, ... of up to 65,536 table entries."""
+    low = np.cumsum(values & _MASK_28)  # below 2^44
+    high = np.cumsum(values >> np.uint64(28))  # below 2^45; 2^28 times it is a rotation of 61 bits
+    found: list[int] = reduce_mod_p(low + ((high & _MASK_33) << np.uint64(28)) + (high >> np.uint64(33))).tolist()
+    return [0, *found]
 
 
-def _column_sum(key_seed: KeySeed, stop: int, itemsize_bytes: int) -> int:
-    """Return the sum of the keys of the first bytes of columns 0 to `stop`."""
-    if itemsize_bytes >= _WORD_BYTES:
-        return _range_sum(key_seed, 0, stop, itemsize_bytes // _WORD_BYTES)
-    words, rest = divmod(stop * itemsize_bytes, _WORD_BYTES)
-    below = _range_sum(key_seed, 0, words)
-    places = [1 << (8 * byte) for byte in range(0, _WORD_BYTES, itemsize_bytes)]
-    total = below * sum(places)
-    if rest:
-        total += (_range_sum(key_seed, 0, words + 1) - below) * sum(places[: rest // itemsize_bytes])
-    return total % PRIME
+@lru_cache(maxsize=4)
+def _sums_of(key_seed: KeySeed) -> _Sums:
+    return _Sums(key_seed)
 
 
 def row_runs(shape: tuple[int, ...], box: Box) -> Iterator[tuple[int, int]]:
@@ -102,16 +119,21 @@ def expected_coverage(
     check_seed(key_seed)
     box = Box.whole(shape) if box is None else box
     check_place(dtype, shape, box)
-    if not box.count:
+    return _coverage_of(dtype.itemsize_bytes, shape, box.offsets, box.sizes, key_seed)
+
+
+@lru_cache(maxsize=16384)  # a model has many tensors and few different shapes
+def _coverage_of(
+    itemsize: int, shape: tuple[int, ...], offsets: tuple[int, ...], sizes: tuple[int, ...], key_seed: KeySeed
+) -> PartialDigest:
+    count = prod(sizes)
+    if not count:
         return PartialDigest.zero()
-    first, size = (box.offsets[-1], box.sizes[-1]) if shape else (0, 1)
-    itemsize = dtype.itemsize_bytes
-    columns = _column_sum(key_seed, first + size, itemsize) - _column_sum(key_seed, first, itemsize)
-    rows = sum(
-        _range_sum(key_seed, _ROW_PAIR, row + n) - _range_sum(key_seed, _ROW_PAIR, row)
-        for row, n in row_runs(shape, box)
-    )
-    return PartialDigest(box.count, rows * columns % PRIME, 0)
+    sums = _sums_of(key_seed)
+    first, size = (offsets[-1], sizes[-1]) if shape else (0, 1)
+    columns = sums.columns_below(first + size, itemsize) - (sums.columns_below(first, itemsize) if first else 0)
+    rows = sum(sums.rows_below(row + n) - sums.rows_below(row) for row, n in row_runs(shape, Box(offsets, sizes)))
+    return PartialDigest(count, rows * columns % PRIME, 0)
 
 
 def finalize(

@@ -44,9 +44,9 @@ def compiled(form):
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
         file.flush()
-        run = {"capture_output": True, "text": True, "check": True}
-        code = subprocess.run([tools / "nvdisasm", "-c", file.name], **run).stdout
-        usage = subprocess.run([tools / "cuobjdump", "-res-usage", file.name], **run).stdout
+        run = {"capture_output": True, "text": True}
+        code = subprocess.run([tools / "nvdisasm", "-c", file.name], check=True, **run).stdout
+        usage = subprocess.run([tools / "cuobjdump", "-res-usage", file.name], check=True, **run).stdout
     return code, usage
 
 
