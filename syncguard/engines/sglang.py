@@ -75,6 +75,7 @@ class SglangEngine:
         self._vocab_size = 0
         self._engine = ""
         self._replicas = 1
+        self._described: frozenset[str] | None = None
 
     def __enter__(self) -> Self:
         """Return self."""
@@ -90,11 +91,13 @@ class SglangEngine:
         """Return identity, update epoch and label of every rank."""
         answers, expected = self._ask(ProbeRequest(ProbeOp.STATUS))
         info = self._get_json("/model_info")
-        if not self._engine:
+        incarnations = frozenset(answer.status.incarnation for answer in answers if answer.status is not None)
+        if incarnations != self._described:  # another server may answer at this address since
             server = self._get_json("/server_info")
             # Whole data-parallel replicas; with DP attention the ranks of all are in one tensor-parallel group.
             self._replicas = 1 if server.get("enable_dp_attention") else int(server.get("dp_size") or 1)
             self._engine = f"sglang {server.get('version', '')}".strip()
+            self._described = incarnations
         return EngineStatus(
             engine=self._engine,
             model=str(info.get("model_path", "")),

@@ -6,7 +6,7 @@ SGLang (0.5.23, `srt/plugins/__init__.py`) calls `install` in each of its proces
   rank's scheduler thread, gathered over the tensor-parallel group, and returned by HTTP (the one channel that reaches
   every rank, waits for no request, works while generation is paused, and needs no session that would rewrite weights);
 - AROUND hooks on everything that can change weights, so that each rank counts its updates: the update calls and sessions
-  of `SchedulerWeightUpdaterManager`, memory release and resume, and the checker's own `reset_tensors`.
+  of `SchedulerWeightUpdaterManager`, memory release and resume, moves of experts, and the checker's own `reset_tensors`.
 
 Observations and updates run on the same thread, so a single rank's reading never sees half an update.
 """
@@ -14,7 +14,8 @@ Observations and updates run on the same thread, so a single rank's reading neve
 from __future__ import annotations
 
 import logging
-from typing import Any, Final
+import pkgutil
+from typing import TYPE_CHECKING, Any, Final
 
 from syncguard.engines import sglang_inside
 from syncguard.engines.probe_wire import (
@@ -26,8 +27,11 @@ from syncguard.engines.probe_wire import (
     pack_observation,
 )
 from syncguard.engines.rank_probe import RankProbe
-from syncguard.errors import SyncguardError
+from syncguard.errors import SyncguardError, UnsupportedError
 from syncguard.layout.model import RankIdentity
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 logger = logging.getLogger(__name__)
 
@@ -44,12 +48,17 @@ UPDATE_CALLS: Final = (
     f"{SCHEDULER}.load_lora_adapter",
     f"{SCHEDULER}.load_lora_adapter_from_tensors",
     f"{SCHEDULER}.unload_lora_adapter",
+    # Experts change places inside a forward pass (EPLB), or come back from disk or a backup (elastic EP).
+    "sglang.srt.eplb.eplb_manager.update_expert_location_with_recovery",
+    "sglang.srt.eplb.expert_location_updater.ExpertLocationUpdater.update",
 )
 # Outside a session these are refused before anything is touched; a refusal must not cost a worker its readiness.
 SESSION_CALLS: Final = (
     f"{MANAGER}.update_weights_from_tensor",
     f"{MANAGER}.update_weights_from_distributed",
 )
+SESSION_BOUNDS: Final = (f"{MANAGER}.begin_weight_update", f"{MANAGER}.end_weight_update")
+WATCHED: Final = (CHECKER, *SESSION_BOUNDS, *UPDATE_CALLS, *SESSION_CALLS)
 WRITING_ACTIONS: Final = frozenset({"reset_tensors"})
 
 
@@ -133,12 +142,40 @@ def answer(probe: RankProbe, action: str) -> ProbeAnswer:
         )
 
 
+def missing_targets(targets: Sequence[str]) -> tuple[str, ...]:
+    """Return the calls that this SGLang does not have; its hook registry only logs them."""
+    return tuple(target for target in targets if not _resolves(target))
+
+
+def _resolves(target: str) -> bool:
+    try:
+        pkgutil.resolve_name(target)
+    except Exception:  # noqa: BLE001 - whatever an import does, the call was not hooked
+        return False
+    return True
+
+
+def unwatched(missing: Sequence[str]) -> ProbeAnswer:
+    """Return the answer of a rank in which weights could change unseen: no epoch of it means anything."""
+    return ProbeAnswer(
+        error=UnsupportedError(
+            "updates that the probe cannot watch",
+            expected="every update call of SGLang 0.5.23",
+            found=f"{len(missing)} missing: {', '.join(missing)}",
+            where="in-rank probe",
+            todo="install the SGLang that this syncguard supports, or a syncguard that supports this SGLang",
+        ).as_dict()
+    )
+
+
 class ProbeHooks:
     """The AROUND hooks of one process: each takes the original function, then its arguments, `self` first."""
 
-    def __init__(self, probes: ProcessProbes) -> None:
-        """Keep the probes that the hooks count for."""
+    def __init__(self, probes: ProcessProbes, watched: Sequence[str] = ()) -> None:
+        """Keep the probes that the hooks count for, and the names of all calls that must be hooked."""
         self._probes = probes
+        self._watched = tuple(watched)
+        self._unwatched: tuple[str, ...] | None = None
 
     def on_check(self, original: Any, checker: Any, action: str, *args: Any, **kwargs: Any) -> Any:
         """Answer our actions; let SGLang answer its own, counting those that write."""
@@ -147,8 +184,11 @@ class ProbeHooks:
         if not action.startswith(ACTION_PREFIX):
             return original(checker, action, *args, **kwargs)
         role = kwargs["role"]
+        if self._unwatched is None:  # now every module is imported, so a call that is missing is missing for good
+            self._unwatched = missing_targets(self._watched)
+        said = unwatched(self._unwatched) if self._unwatched else answer(self._probes.of(checker, role), action)
         return {
-            "checksums": {ANSWER_KEY: encode_answer(answer(self._probes.of(checker, role), action))},
+            "checksums": {ANSWER_KEY: encode_answer(said)},
             "per_gpu_checksum": "",
             "parallelism_info": checker._parallelism_info(role=role).model_dump(),  # noqa: SLF001 - required field
         }
@@ -185,16 +225,16 @@ class ProbeHooks:
 def install() -> None:
     """Register the hooks; called by SGLang in each of its processes.
 
-    A target that this SGLang does not have is logged by SGLang and ignored; the agent sees a missing probe as
-    UNSUPPORTED, never as ready.
+    A target that this SGLang does not have is logged by SGLang and ignored. The agent sees a missing probe as
+    UNSUPPORTED, and so does a probe that cannot watch one of the calls below: never as ready.
     """
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    hooks = ProbeHooks(ProcessProbes())
+    hooks = ProbeHooks(ProcessProbes(), WATCHED)
     targets = {
         CHECKER: hooks.on_check,
-        f"{MANAGER}.begin_weight_update": hooks.on_begin,
-        f"{MANAGER}.end_weight_update": hooks.on_end,
+        SESSION_BOUNDS[0]: hooks.on_begin,
+        SESSION_BOUNDS[1]: hooks.on_end,
         **dict.fromkeys(UPDATE_CALLS, hooks.counted),
         **dict.fromkeys(SESSION_CALLS, hooks.in_session),
     }
