@@ -41,12 +41,13 @@ class _Sums:
         self.words, self.words_high, self.rows, self.rows_high = (_prefix_sums(table) for table in tables)
         self.even_words = _prefix_sums(tables[0, ::2])
 
-    def below(self, low: list[int], high: list[int], stop: int) -> int:
+    def below(self, low: U64Array, high: U64Array, stop: int) -> int:
         """Return the sum of the keys of indices below `stop`; a low table of half length stands for even indices."""
         blocks, rest = divmod(stop, len(low) - 1)
         if not blocks:
-            return low[rest]
-        return low[-1] * high[blocks] + low[rest] * (high[blocks + 1] - high[blocks] if rest else 0)
+            return int(low[rest])
+        total = int(low[-1]) * int(high[blocks])
+        return total + int(low[rest]) * (int(high[blocks + 1]) - int(high[blocks])) if rest else total
 
     def rows_below(self, stop: int) -> int:
         """Return the sum of the keys of rows 0 to `stop`."""
@@ -66,12 +67,12 @@ class _Sums:
         return total
 
 
-def _prefix_sums(values: U64Array) -> list[int]:
+def _prefix_sums(values: U64Array) -> U64Array:
     """Return the sums modulo p of the first 0, 1, ... of up to 65,536 table entries."""
     low = np.cumsum(values & _MASK_28)  # below 2^44
     high = np.cumsum(values >> np.uint64(28))  # below 2^45; 2^28 times it is a rotation of 61 bits
-    found: list[int] = reduce_mod_p(low + ((high & _MASK_33) << np.uint64(28)) + (high >> np.uint64(33))).tolist()
-    return [0, *found]
+    sums = reduce_mod_p(low + ((high & _MASK_33) << np.uint64(28)) + (high >> np.uint64(33)))
+    return np.concatenate((np.zeros(1, np.uint64), sums))
 
 
 @lru_cache(maxsize=4)

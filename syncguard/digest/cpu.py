@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 _THREADED_BYTES: Final = 4 << 20
 
 
-@lru_cache(maxsize=4)
+@lru_cache(maxsize=2)  # 6 MB each
 def _expanded(key_seed: KeySeed) -> U64Array:
     keys = np.zeros(cpu_keys.KEYS_LENGTH, np.uint64)
     cpu_keys.expand(key_tables(key_seed).tables, keys)

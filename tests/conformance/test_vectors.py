@@ -1,5 +1,6 @@
 """The published vectors: every implementation here agrees with every file, and a wrong file is noticed."""
 
+import hashlib
 import json
 import re
 import subprocess
@@ -10,6 +11,11 @@ import pytest
 
 from syncguard.digest.__main__ import main
 
+PUBLISHED = {
+    "vectors-v1.json": "5fcf5dc42127b45b6f152c5b2efba8dd0b2ec0cbb7d76a311ebc4b97111ea441",
+    "vectors-v2.json": "d35ec52dfc42e40fc93d56191714cafc62abe184fa4fef3ee7f1090aebc4b8f7",
+    "vectors-v3-keyed.json": "3b2250bc4867952b4f774b62f173c0df79d7ed04da2b4e20439634721f713517",
+}
 FILES = sorted(Path(__file__).parent.glob("vectors-*.json"))
 
 
@@ -64,3 +70,8 @@ def test_a_file_without_cases_proves_nothing(tmp_path):
     path = tmp_path / "empty.json"
     path.write_text(json.dumps(content))
     assert main([str(path)]) != 0
+
+
+def test_published_files_never_change():
+    """Vectors are append-only: a new file is added here, an old line stays as it is."""
+    assert {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in FILES} == PUBLISHED

@@ -131,3 +131,56 @@ def test_expanding_a_new_seed_does_not_change_old_answers():
     for n in range(6):
         engine.partials([job], key_seed=bytes([n]) * 32)
     assert engine.partials([job]) == first
+
+
+def test_kernels_compile_without_a_cache_where_no_folder_can_be_written(monkeypatch, caplog):
+    import numba
+
+    from syncguard.digest.cpu_keys import compiled
+
+    plain = numba.njit
+
+    def njit(*arguments, cache=False, **options):
+        if cache:
+            raise RuntimeError("cannot cache function: no locator available")
+        return plain(*arguments, **options)
+
+    monkeypatch.setattr(numba, "njit", njit)
+    assert compiled(lambda a: a + 1)(2) == 3
+    assert "compiled anew in each process" in caplog.text
+
+
+def test_a_plan_reads_what_is_in_memory_now():
+    import torch
+
+    from syncguard.digest import DigestJob
+    from syncguard.spec import Box, dtype_named
+
+    tensor = torch.zeros(6, 8, dtype=torch.bfloat16)
+    job = DigestJob(tensor, dtype_named("bfloat16"), (6, 8), Box.whole((6, 8)), "w")
+    plan = NumbaEngine().plan([job])
+    before = plan.partials()
+    tensor[3, 4] = 1
+    assert plan.partials() == NumbaEngine().partials([job]) != before
+
+
+def test_a_plan_refuses_memory_that_was_moved_or_freed():
+    import torch
+
+    from syncguard.digest import DigestJob
+    from syncguard.errors import DigestInputError
+    from syncguard.spec import Box, dtype_named
+
+    def planned():
+        tensor = torch.ones(6, 8, dtype=torch.bfloat16)
+        job = DigestJob(tensor, dtype_named("bfloat16"), (6, 8), Box.whole((6, 8)), "w")
+        return tensor, NumbaEngine().plan([job])
+
+    moved, plan = planned()
+    moved.data = torch.zeros(6, 8, dtype=torch.bfloat16)
+    with pytest.raises(DigestInputError, match="memory moved"):
+        plan.partials()
+    freed, plan = planned()
+    freed.untyped_storage().resize_(0)
+    with pytest.raises(DigestInputError, match="memory moved"):
+        plan.sums()
