@@ -373,9 +373,12 @@ class Gate:
             self._put(address, unreachable=f"router: {error.text()}")
 
     def _address(self, worker: str) -> str:
-        for address, name in self._names.items():
-            if worker in (name, address):
-                return address
+        for attempt in range(2):
+            for address, name in self._names.items():
+                if worker in (name, address):
+                    return address
+            if not attempt:  # names are known after the first answer of each agent
+                list(self._pool.map(self._learn_name, self._clients))
         raise UsageError("no such worker", expected=" ".join(self._names.values()), found=worker)
 
     def _chosen(self, workers: Sequence[str] | None, *, quarantined: bool = True) -> list[str]:

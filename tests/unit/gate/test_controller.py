@@ -71,6 +71,14 @@ def test_three_calls_and_everyone_is_ready(fleet: Fleet) -> None:
             assert all(v.record is not None and v.seconds for v in gate.verdicts())
 
 
+def test_a_worker_can_be_named_before_any_call_was_made(fleet: Fleet) -> None:
+    with Gate(fleet.addresses) as gate:
+        gate.before_push("run@0", workers=["r2"])
+    assert [agent.state.phase.value for agent in fleet.agents] == ["UNKNOWN", "UNKNOWN", "UPDATING"]
+    with Gate(fleet.addresses) as gate, pytest.raises(UsageError, match="no such worker"):
+        gate.before_push("run@0", workers=["r9"])
+
+
 def test_before_the_push_nobody_is_ready(fleet: Fleet) -> None:
     with Gate(fleet.addresses) as gate:
         gate.after_push(manifest_of(T[0], "run@0"), record_of(T[0], T[0]))

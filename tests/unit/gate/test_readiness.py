@@ -61,7 +61,7 @@ def _rest(worker: WorkerState) -> tuple[object, ...]:
     return tuple(getattr(worker, name) for name in names)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(workers=workers, policy=policies, now_s=st.floats(0, 200), published_s=st.floats(0, 100))
 def test_nobody_is_let_through_without_fresh_proof_at_the_wanted_version(workers, policy, now_s, published_s) -> None:
     state = FleetState("run@2", published_s, workers, lease_s=10.0)
@@ -86,7 +86,7 @@ def test_nobody_is_let_through_without_fresh_proof_at_the_wanted_version(workers
     assert all(worker.reason or worker.readiness for worker in decision.workers)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(workers=workers, policy=policies, now_s=st.floats(0, 200))
 def test_a_fleet_in_which_everyone_proved_the_version_proceeds(workers, policy, now_s) -> None:
     proven = tuple(
@@ -104,7 +104,7 @@ def test_a_fleet_in_which_everyone_proved_the_version_proceeds(workers, policy, 
     assert decide(now_s, FleetState("run@2", now_s, proven), policy).action is Action.PROCEED
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(workers=workers, policy=policies)
 def test_waiting_ends_at_the_deadline(workers, policy) -> None:
     state = FleetState("run@2", 0.0, workers)
