@@ -79,9 +79,9 @@ def digest_tiles(
     FOLD: tl.constexpr,
     FIELDS: tl.constexpr,
 ):
-    """Store one data sum per tile.
+    """Store one data sum per tile and chunk of its lines; the grid is (tiles, chunks).
 
-    tiles: i64[number of programs, FIELDS]; keys: u64[4 * 65536] of the plain tables T0 T1 T2 T3; out: u64[programs].
+    tiles: i64[tiles, FIELDS]; keys: u64[4 * 65536] of the plain tables T0 T1 T2 T3; out: u64[tiles, chunks].
     WIDTH: bytes of a load; PARTS: loads of a word. ALIGNED: words follow each other without gaps, and addresses, line
     strides and counts are multiples of 16 bytes, so that loads are of 16 bytes.
     """
@@ -106,7 +106,10 @@ def digest_tiles(
     index_keys = keys + pair * 131072
     line_keys = keys + (1 - pair) * 131072
     total = tl.zeros((LINES,), tl.uint64)
-    for first_line in range(0, lines, LINES):
+    chunks = tl.num_programs(1)
+    per_chunk = tl.cdiv(tl.cdiv(lines, LINES), chunks) * LINES
+    start_line = tl.program_id(1) * per_chunk
+    for first_line in range(start_line, tl.minimum(start_line + per_chunk, lines), LINES):
         here = first_line + tl.arange(0, LINES)
         in_lines = here < lines
         low = tl.zeros((LINES, INDICES), tl.uint64)
@@ -147,4 +150,4 @@ def digest_tiles(
     high_total = tl.sum(total >> 32, axis=0)
     shared = tl.load(index_keys + 65536 + index_high)
     answer = _reduced(_reduced(low_total) + _shifted(_reduced(high_total), tl.full((), 32, tl.int64)))
-    tl.store(out + program, _product(answer, shared))
+    tl.store(out + program * chunks + tl.program_id(1), _product(answer, shared))

@@ -1,7 +1,7 @@
 """MLP61v1 on a GPU: one pass over memory, all tensors of a rank in a handful of launches, one copy to the host.
 
 A tile is some lines of one view, described by a row of a table (`triton_kernel.TILE_FIELDS`), so one launch works on any
-number of tensors; there is a launch per way of putting words together. Views that are contiguous in neither direction
+number of tensors; its lines are shared out to up to 16 programs. There is a launch per way of putting words together. Views that are contiguous in neither direction
 are gathered first, at most eight panels of 4 MiB at a time. With `TRITON_INTERPRET=1` it works on CPU tensors, which is how its
 results are tested without a GPU.
 """
@@ -29,7 +29,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
 _TABLE: Final = 65536
-_TILE_BYTES: Final = 1 << 18
+_TILE_BYTES: Final = 4 << 20
+_CHUNK_BYTES: Final = 1 << 18
+_CHUNKS_MAX: Final = 16
+_COUNTS: Final = (1, 2)  # places of lines and words of a line in a tile
 _LINES: Final = 16
 _INDICES: Final = 128
 _WARPS: Final = 4
@@ -104,7 +107,7 @@ def _split(
     *,
     pair: int,
 ) -> Iterator[tuple[Form, Tile]]:
-    """Yield tiles of `counts` (lines, indices from `first`), of about 256 KiB; none crosses the end of a key table."""
+    """Yield tiles of `counts` (lines, indices from `first`), of at most about 4 MiB; none crosses the end of a key table."""
     lines, count = counts
     line_stride, index_stride, part_stride = strides
     line_first, line_step = line
@@ -143,8 +146,7 @@ class TritonEngine:
                 queue.put(index, job, view)
         data = [0] * len(jobs)
         for queue in queues.values():
-            for owner, value in queue.results():
-                data[owner] += value
+            data = [value + more for value, more in zip(data, queue.results(len(jobs)), strict=True)]
         return [
             PartialDigest(place.count, place.coverage, value % PRIME) for place, value in zip(places, data, strict=True)
         ]
@@ -165,7 +167,7 @@ class _Queue:
         self.device, self.keys = device, _device_keys(key_seed, str(device))
         self.tiles: dict[Form, list[tuple[int, Tile]]] = defaultdict(list)
         self.gathered: list[torch.Tensor] = []
-        self.owners: list[int] = []
+        self.owners: list[np.ndarray[Any, np.dtype[np.int64]]] = []
         self.sums: list[torch.Tensor] = []
 
     def put(self, owner: int, job: DigestJob, view: torch.Tensor) -> None:
@@ -186,22 +188,30 @@ class _Queue:
     def launch(self) -> None:
         """Start a kernel per form; the memory of gathered panels is free for what is queued behind it."""
         for form, found in self.tiles.items():
-            table = torch.from_numpy(np.array([tile for _, tile in found], np.int64)).to(self.device)
-            out = torch.empty(len(found), dtype=torch.int64, device=self.device)
-            digest_tiles[(len(found),)](
-                table, self.keys, out.view(torch.uint64),
+            table = np.array([tile for _, tile in found], np.int64)
+            largest = int(np.prod(table[:, _COUNTS], axis=1).max()) * 4
+            chunks = min(_CHUNKS_MAX, -(-largest // _CHUNK_BYTES))
+            out = torch.empty(len(found) * chunks, dtype=torch.int64, device=self.device)
+            digest_tiles[(len(found), chunks)](
+                torch.from_numpy(table).to(self.device), self.keys, out.view(torch.uint64),
                 WIDTH=form.width, PARTS=form.parts, ALIGNED=form.aligned, LINES=_LINES, INDICES=_INDICES,
                 FOLD=PRODUCTS_PER_FOLD, FIELDS=len(TILE_FIELDS), num_warps=_WARPS,
             )  # fmt: skip
             self.sums.append(out)
-            self.owners += [owner for owner, _ in found]
+            self.owners.append(np.repeat(np.array([owner for owner, _ in found], np.int64), chunks))
         self.tiles.clear()
         self.gathered.clear()
 
-    def results(self) -> list[tuple[int, int]]:
-        """Return (owner, data sum) of each tile; the one synchronization with the device."""
+    def results(self, count: int) -> list[int]:
+        """Return the data sum of each of `count` owners, not reduced; the one synchronization with the device."""
         self.launch()
-        return list(zip(self.owners, torch.cat(self.sums).cpu().tolist(), strict=True))
+        sums, owners = torch.cat(self.sums).cpu().numpy(), np.concatenate(self.owners)
+        halves = []
+        for half in (sums & 0xFFFFFFFF, sums >> 32):  # of 2^31 chunks at most: both stay below 2^63
+            total = np.zeros(count, np.int64)
+            np.add.at(total, owners, half)
+            halves.append(total.tolist())
+        return [low + (high << 32) for low, high in zip(*halves, strict=True)]
 
 
 def _gathered(panel: Panel, view: torch.Tensor) -> torch.Tensor:

@@ -35,6 +35,8 @@ for name in ("uint8", "bfloat16", "float32", "float64"):
         jobs.append(DigestJob(view, dtype, (20, 20, 20), Box((2, 3, 5), tuple(view.shape)), "w"))
 empty = torch.zeros(0, 4, dtype=torch.int16)
 jobs.append(DigestJob(empty, dtype_named("bfloat16"), (0, 4), Box.whole((0, 4))))
+high = torch.from_numpy(random.integers(0, 256, (2100, 256), np.uint8))
+jobs.append(DigestJob(high, dtype_named("uint8"), (2100, 256), Box.whole((2100, 256))))  # three chunks of lines
 scalar = torch.tensor(3.0)
 jobs.append(DigestJob(scalar, dtype_named("float32"), (), Box.whole(())))
 found, expected = TritonEngine().partials(jobs), NumpyEngine().partials(jobs)
@@ -51,7 +53,7 @@ def test_the_interpreted_kernel_agrees_with_the_reference_on_every_way_of_readin
         check=False,
         env={**os.environ, "TRITON_INTERPRET": "1"},
     )
-    assert done.stdout.split("\n")[0] == "18 []", done.stderr
+    assert done.stdout.split("\n")[0] == "19 []", done.stderr
 
 
 def covered(panel):
