@@ -35,6 +35,7 @@ _DIVERGED_SHARE = 0.35  # tokens beyond noise after a divergence
 _CALM_SHARE = 0.06  # and before it
 _DIVERGENCE_NATS = 8.0  # log-likelihood gained by the change point; its 2 free parameters are worth about 2
 _TAIL_SHARE = 0.35  # most tokens are still at noise
+_TAIL_REACH = 10.0  # the largest difference over the MAE of the body; noise alone reaches about 4
 _SINGLE_SHARE = 0.02  # up to this share the tail is single tokens
 
 
@@ -53,13 +54,16 @@ class ConstantOffset:
     residual_mae: float
 
 
-def find_constant_offset(delta: FloatArray, positions: IntArray, *, residual_nats: float) -> ConstantOffset | None:
+def find_constant_offset(
+    delta: FloatArray, positions: IntArray, *, residual_nats: float, residual_share: float = 0.0
+) -> ConstantOffset | None:
     """Look for one constant on all tokens, or on all but those at response position 0.
 
     Args:
         delta: [active] suspect minus reference.
         positions: [active] response positions.
         residual_nats: MAE that noise alone may leave; weights can add almost a constant, but leave more than noise.
+        residual_share: Share of the constant that may be left instead, where noise between the engines is not known.
     """
     later = positions > 0
     rest = delta[later]
@@ -67,7 +71,8 @@ def find_constant_offset(delta: FloatArray, positions: IntArray, *, residual_nat
         return None
     center = float(np.median(rest))
     residual = float(np.abs(rest - center).mean())
-    if center == 0 or residual > min(_OFFSET_RESIDUAL * abs(center), residual_nats):
+    allowed = max(residual_nats, residual_share * abs(center))
+    if center == 0 or residual > min(_OFFSET_RESIDUAL * abs(center), allowed):
         return None
     first = delta[~later]
     spared = first.size > 0 and float(np.abs(first).mean()) < abs(center) / 2
@@ -310,7 +315,7 @@ def find_tail(delta: FloatArray, *, limit_nats: float, tolerance_nats: float) ->
     if error.size < MIN_TOKENS or count == 0 or count > _TAIL_SHARE * error.size:
         return None
     body = float(error[~out].mean())
-    if body >= limit_nats:
+    if body >= limit_nats or float(error.max()) < _TAIL_REACH * body:
         return None
     single = count <= max(1, int(_SINGLE_SHARE * error.size))
     return Tail(count, count / error.size, body, float(error.max()), single)

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 # x MAE noise; of Laplace-distributed noise 0.7 % and 0.03 % lie further out
 _BEYOND: Final = 5.0
 _FAR_BEYOND: Final = 8.0
+_OFFSET_SHARE: Final = 0.3  # of a constant may be left beside it where noise between the engines is not known
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -48,6 +49,7 @@ class PairView:
         temperature: Temperature of the sampling settings.
         experts: Number of experts of the model, 0 where dense or unknown.
         fixed_limit_nats: The policy's fixed limit.
+        noise_known: Whether `noise_nats` holds the noise between the two engines, which only agreement at T0 shows.
     """
 
     suspects: Sequence[FloatArray]
@@ -59,6 +61,7 @@ class PairView:
     temperature: float = 1.0
     experts: int = 0
     fixed_limit_nats: float = 0.01
+    noise_known: bool = False
 
     @property
     def tolerance_nats(self) -> float:
@@ -147,8 +150,9 @@ def _shift(view: PairView, index: int) -> Shape | None:
 
 
 def _offset(view: PairView, delta: FloatArray, positions: IntArray) -> Shape | None:
+    share = 0.0 if view.noise_known else _OFFSET_SHARE
     noise = max(view.limit_nats, OFFSET_RESIDUAL_FACTOR * view.fixed_limit_nats)
-    found = find_constant_offset(delta, positions, residual_nats=noise)
+    found = find_constant_offset(delta, positions, residual_nats=noise, residual_share=share)
     if found is None or _temperature(view) is not None:  # rows of high entropy make a temperature look constant
         return None
     return Shape(

@@ -15,6 +15,7 @@ from syncguard.replay import (
     A,
     Kind,
     ReplayEvidence,
+    ReplayPolicy,
     ReplayRecord,
     ReplayStatus,
     c_key,
@@ -111,7 +112,10 @@ def verdict_of(records):
 def test_generation_replay_and_trainer_agree_at_t0(served, at_t0):
     for record in load_many(at_t0):
         found = diagnose(record)
-        assert found.kind is Kind.AGREEMENT, found
+        # bfloat16 over two ranks is further from a trainer on one than from itself: agreement, or said to be ambiguous.
+        wanted = {Kind.AGREEMENT} if served.dtype == "float32" else {Kind.AGREEMENT, Kind.AMBIGUOUS}
+        assert found.kind in wanted, found
+        assert diagnose(record, ReplayPolicy(mae_limit_nats=0.05)).kind is Kind.AGREEMENT
         assert record.response_length == TOKENS
         assert record.versions == {"old": "run@0"}
         assert record.meta["cached_tokens"]["B0.old.cold"] == 0

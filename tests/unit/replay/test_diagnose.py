@@ -93,6 +93,37 @@ def test_case_3_within_one_state_a_large_gap_without_shape_points_at_states_firs
     assert found.inspect_next.startswith("resident weights first")
 
 
+def bfloat16_over_two_ranks(seed: int = 0, **changes) -> ReplayRecord:
+    """As measured on a real server: A-B 0.0064 nat, B-C 0.0195 nat, repeats exact."""
+    rng = np.random.default_rng(seed)
+    truth = -rng.exponential(2.0, 48) - 0.5
+    b = truth + rng.normal(0, 0.004, 48)
+    a, c = b + rng.normal(0, 0.008, 48), b + rng.normal(0, 0.0245, 48)
+    scores = {A: a, b_key(0, "old"): b, b_key(1, "old"): b, c_key(0, "old"): c, c_key(1, "old"): c}
+    return ReplayRecord(input_ids=np.arange(56), prompt_length=8, scores=scores, **changes)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_numerics_of_two_engines_are_never_taken_for_a_fault_with_a_shape(seed):
+    record = bfloat16_over_two_ranks(seed)
+    assert diagnose(record).kind in {Kind.AGREEMENT, Kind.AMBIGUOUS}
+    c = record.scores[c_key(0, "old")] - 0.10
+    found = diagnose(with_changed(record, C0_old=c, C1_old=c))
+    assert (found.kind, found.side) == (Kind.OFFSET, "C")
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_faint_gap_at_t0_does_not_hide_what_the_update_shows(seed):
+    record = bfloat16_over_two_ranks(seed)
+    b, c = record.scores[b_key(0, "old")], record.scores[c_key(0, "old")]
+    moved = np.random.default_rng(seed).laplace(0, 0.4, 48)
+    clean = {"B0_new": b + moved, "B1_new": b + moved, "C0_new": c + moved, "C1_new": c + moved}
+    keys = {"B0_new": b_key(0, "new"), "B1_new": b_key(1, "new"), "C0_new": c_key(0, "new"), "C1_new": c_key(1, "new")}
+    assert diagnose(record.with_scores({keys[k]: v for k, v in clean.items()})).kind is Kind.AGREEMENT
+    stale = clean | {"B0_new": b, "B1_new": b}
+    assert diagnose(record.with_scores({keys[k]: v for k, v in stale.items()})).kind is Kind.STALE_WEIGHTS
+
+
 def test_both_offsets_at_once_are_ambiguous_and_both_are_named():
     record = scored()
     a, c = record.scores[A].copy(), record.scores[c_key(0, "old")] - 0.3
