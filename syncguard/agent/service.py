@@ -53,6 +53,7 @@ _NEEDED: Final = {
 }
 _WATCHERS_MAX: Final = 16
 _THREADS: Final = 32
+_PROBE_THREADS: Final = 4
 
 
 def health_name(worker: str) -> str:
@@ -68,11 +69,14 @@ class ListenOptions:
         address: `HOST:PORT` or `unix:PATH`; port 0 picks a free one.
         tls: Own files for mutual TLS; needed off loopback.
         access: Roles; None gives everyone ADMIN on loopback without TLS, and certificates nothing.
+        health_address: A second, plain port with grpc.health.v1 alone, which can change nothing; for probes that speak
+            no TLS, such as the kubelet's. Empty for none.
     """
 
     address: str = "127.0.0.1:50051"
     tls: TlsFiles | None = None
     access: Access | None = None
+    health_address: str = ""
 
     def effective_access(self) -> Access:
         """Return the roles in force."""
@@ -342,6 +346,15 @@ class AgentServer:
             if options.address.startswith("unix:")
             else f"{options.address.rpartition(':')[0]}:{self.port}"
         )
+        self.health_port = 0
+        self._probed = None
+        if options.health_address:
+            self._probed = grpc.server(futures.ThreadPoolExecutor(_PROBE_THREADS), options=SERVER_OPTIONS)
+            health_pb2_grpc.add_HealthServicer_to_server(self._health, self._probed)
+            try:
+                self.health_port = self._probed.add_insecure_port(options.health_address)
+            except RuntimeError as error:
+                raise UsageError("cannot listen", found=error, where=options.health_address) from error
         agent.listen(self._announce)
 
     def _announce(self, readiness: Readiness) -> None:
@@ -356,8 +369,12 @@ class AgentServer:
     def start(self) -> None:
         """Serve."""
         self._server.start()
+        if self._probed is not None:
+            self._probed.start()
 
     def stop(self, grace_s: float = 5.0) -> None:
         """Say NOT_SERVING, let running calls finish for `grace_s` seconds, then end them."""
         self._health.enter_graceful_shutdown()
-        self._server.stop(grace_s).wait()
+        stopping = [server.stop(grace_s) for server in (self._server, self._probed) if server is not None]
+        for stopped in stopping:
+            stopped.wait()

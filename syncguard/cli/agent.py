@@ -9,6 +9,7 @@ import signal
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
@@ -31,6 +32,9 @@ def agent(
     listen: Annotated[str, typer.Option(metavar="HOST:PORT", help="gRPC address.")] = "127.0.0.1:50051",
     http_listen: Annotated[
         str, typer.Option(metavar="HOST:PORT", help="/livez, /readyz, /metrics; the status page on loopback only.")
+    ] = "",
+    health_listen: Annotated[
+        str, typer.Option(metavar="HOST:PORT", help="A plain port with grpc.health.v1 alone, for probes without TLS.")
     ] = "",
     journal: Annotated[
         Path | None, typer.Option(help="SQLite journal; without it, history dies with the agent.")
@@ -79,7 +83,8 @@ def agent(
     )
     web = None
     try:
-        server = AgentServer(host, listen_options(listen, tls_ca, tls_cert, tls_key, allow, token_file))
+        listening = listen_options(listen, tls_ca, tls_cert, tls_key, allow, token_file)
+        server = AgentServer(host, replace(listening, health_address=health_listen))
         web = WebServer(http_listen, web_sources(host)) if http_listen else None
     except SyncguardError:
         host.close()

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 WAIT_S: Final = 60.0
 _POLL_S: Final = 0.1
-_ALREADY_EXISTS: Final = "WORKER_ALREADY_EXISTS"
+_BUSY: Final = ("WORKER_ALREADY_EXISTS", "WORKER_CREATE_IN_PROGRESS")
 _SERVICE_ACCOUNT: Final = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 CONDITION: Final = "syncguard.dev/weights-verified"
 
@@ -90,8 +90,9 @@ class SmgRouter:
                 return
             if entry is None:
                 answer = self._send("POST", "/workers", json={"url": url})
-                # A removal that is still under way keeps the name taken for some seconds.
-                if answer.status_code >= 400 and _ALREADY_EXISTS not in answer.text:  # noqa: PLR2004 - HTTP
+                # A removal keeps the name taken for some seconds, and a registration is not listed until it is through.
+                busy = any(code in answer.text for code in _BUSY)
+                if answer.status_code >= 400 and not busy:  # noqa: PLR2004 - HTTP
                     raise self._refused("register a worker", answer)
             self._wait(deadline_s, worker, "a worker that is ready", entry)
 

@@ -18,6 +18,7 @@ from simulated_engine import SimulatedEngine, manifest_of, record_of, weights_of
 
 from syncguard.agent.host import Agent, AgentConfig
 from syncguard.agent.service import AgentServer, ListenOptions
+from syncguard.agent.verify import VerifyRequest
 from syncguard.errors import (
     BadInputError,
     IncompleteError,
@@ -445,3 +446,19 @@ def test_many_clients_at_once_get_whole_answers(shared) -> None:
     for thread in threads:
         thread.join()
     assert not failures
+
+
+def test_the_plain_health_port_answers_health_and_nothing_else(authority: Authority) -> None:
+    options = ListenOptions("127.0.0.1:0", tls=authority.issue("agent"), health_address="127.0.0.1:0")
+    with (
+        served(SimulatedEngine(T0, label="run@0"), options) as (agent, server),
+        grpc.insecure_channel(f"127.0.0.1:{server.health_port}") as channel,
+    ):
+        stub = health_pb2_grpc.HealthStub(channel)
+        request = health_pb2.HealthCheckRequest(service="syncguard.rollout/w0")
+        assert stub.Check(request).status == NOT_SERVING
+        agent.verify(VerifyRequest(manifest_of(T0, "run@0"), replay_waived_because="test"))
+        assert stub.Check(request).status == SERVING
+        with pytest.raises(grpc.RpcError) as raised:
+            rpc.AgentServiceStub(channel).GetStatus(pb.GetStatusRequest())
+        assert raised.value.code() is grpc.StatusCode.UNIMPLEMENTED
