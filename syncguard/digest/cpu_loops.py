@@ -94,15 +94,21 @@ def _words_of(builder: Any, kind: int, address: Any, stride: Any) -> list[Any]:
         parts = [builder.shuffle_vector(value, value, pick) for value in whole for pick in picks]
         return [builder.bitcast(part, lanes) for part in parts]
     narrow = ir.VectorType(ir.IntType(8 * width), STEP)
-    values = [builder.zext(_load(builder, stream, narrow), words) for stream in streams]
+    loads = [_load(builder, stream, narrow) for stream in streams]
     per_word = len(streams) // SUMS[kind]
+    if per_word == 1:
+        return [builder.bitcast(builder.zext(load, words), lanes) for load in loads]
     found = []
-    for first in range(0, len(values), per_word):
-        word = values[first]
-        for place in range(1, per_word):
-            shift = ir.Constant(words, [8 * width * place] * STEP)
-            word = builder.or_(word, builder.shl(values[first + place], shift))
-        found.append(builder.bitcast(word, lanes))
+    # Side by side, then one permutation of bytes (a single instruction with AVX-512 VBMI) instead of shifts.
+    for first in range(0, len(loads), per_word):
+        joined, count = loads[first : first + per_word], STEP
+        while len(joined) > 1:
+            count *= 2
+            whole = ir.Constant(ir.VectorType(_I32, count), list(range(count)))
+            joined = [builder.shuffle_vector(a, b, whole) for a, b in zip(joined[::2], joined[1::2], strict=True)]
+        order = [part * STEP + n for n in range(STEP) for part in range(per_word)]
+        mixed = builder.shuffle_vector(joined[0], joined[0], ir.Constant(ir.VectorType(_I32, count), order))
+        found.append(builder.bitcast(mixed, lanes))
     return found
 
 
