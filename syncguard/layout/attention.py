@@ -105,4 +105,6 @@ def own_replicated(view: LayerView) -> None:
         view.bind_spans(resident, join(view.name, local), whole)
 
 
-rule("MoEGate", "Glm4MoeGate", "Linear", "Embedding", "RMSNormGated", "FusedRMSNormGated")(own_replicated)
+rule("MoEGate", "Glm4MoeGate", "Linear", "Embedding", "RMSNormGated", "FusedRMSNormGated", "Conv3dLayer")(
+    own_replicated
+)

@@ -118,15 +118,12 @@ def fused(view: LayerView) -> None:
     if w13.shape != (local, 2 * part, hidden) or w2.shape != (local, hidden, part):
         msg = f"experts are {w13.shape} and {w2.shape}, their layer says {local} x 2 x {part} x {hidden}"
         raise ValueError(msg)
-    if view.family.experts.fused == "interleaved" and inner.padding:
+    if view.family.experts.interleaved and inner.padding:
         msg = f"interleaved experts padded from {inner.total}"
         raise ValueError(msg)
-    if view.family.experts.fused == "interleaved":
+    if view.family.experts.interleaved:
         _fused_interleaved(view, inner, hidden)
         return
-    if view.family.experts.fused:
-        msg = f"no form for experts fused in the checkpoint as {view.family.experts.fused}"
-        raise ValueError(msg)
     blocks, scale = scale_form(view)
     parts = _parts(view, inner, "weight", (1, 1))
     if scale:
@@ -227,10 +224,16 @@ def _fused_interleaved(view: LayerView, inner: Span, hidden: int) -> None:
                 continue
             if resident is w2_bias and inner.start:
                 continue
-            box = Box(tuple(span.start for span in spans), tuple(span.length for span in spans))
-            view.bind(resident, join(view.name, leaf), tuple(span.total for span in spans), box, ops)
+            _bind_box(view, resident, join(view.name, leaf), spans, ops)
     if w2_bias is not None and inner.start:
         view.pad(w2_bias, (), "bias of w2 is added by moe_tp_rank 0 only")
+
+
+def _bind_box(
+    view: LayerView, resident: ResidentTensor, logical: str, spans: tuple[Span, ...], ops: tuple[ViewOp, ...]
+) -> None:
+    box = Box(tuple(span.start for span in spans), tuple(span.length for span in spans))
+    view.bind(resident, logical, tuple(span.total for span in spans), box, ops)
 
 
 def logical_experts(view: LayerView) -> int:
@@ -239,9 +242,10 @@ def logical_experts(view: LayerView) -> int:
     Raises:
         ValueError: The configuration does not say.
     """
-    for name in ("num_local_experts", "num_experts", "n_routed_experts"):
-        value = getattr(view.config, name, None)
-        if value:
-            return int(value)
+    for config in (view.config, getattr(view.config, "text_config", None)):
+        for name in ("num_local_experts", "num_experts", "n_routed_experts"):
+            value = getattr(config, name, None)
+            if value:
+                return int(value)
     msg = "the configuration does not say how many experts there are"
     raise ValueError(msg)

@@ -28,15 +28,14 @@ class ExpertNames:
         down: Name of w2.
         up: Name of w3.
         shared: Module that holds a fused shared expert beside `experts`, empty when there is none.
-        fused: The checkpoint has one tensor for all experts: "" (no), "rows" (`[E, 2I, H]`, gate rows then up rows), or
-            "interleaved" (`[E, H, 2I]`, gate and up columns alternate).
+        interleaved: The checkpoint has one tensor for all experts, `[E, H, 2I]`, in which gate and up columns alternate.
     """
 
     gate: str = "gate_proj"
     down: str = "down_proj"
     up: str = "up_proj"
     shared: str = ""
-    fused: str = ""
+    interleaved: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +45,7 @@ class Family:
     Attributes:
         name: Name of the family, for tables.
         architectures: Class names of the live models.
-        packed: Checkpoint names that a resident module packs, in resident order.
+        packed: Checkpoint names that a resident module packs, in resident order, by the last one or two levels of its name.
         experts: Names of experts.
         renames: Regular expressions on the resident module name and their replacements, applied in order.
         tied_head: Checkpoint module that a head of its own is loaded from when embeddings are tied (qwen3.py:705-712: the
@@ -59,6 +58,11 @@ class Family:
     experts: ExpertNames = field(default_factory=ExpertNames)
     renames: tuple[tuple[str, str], ...] = ()
     tied_head: str = ""
+
+    def packed_in(self, fqn: str) -> tuple[str, ...] | None:
+        """Return what a resident module packs, by the last two levels of its name or the last one; None when unnamed."""
+        parts = fqn.split(".")
+        return self.packed.get(".".join(parts[-2:])) or self.packed.get(parts[-1])
 
     def checkpoint_name(self, fqn: str) -> str:
         """Return the checkpoint name of a resident module."""
@@ -76,6 +80,14 @@ NEXT_PACKED: Final[Mapping[str, tuple[str, ...]]] = {
     "in_proj_qkvz": ("in_proj_qkvz",),
     "in_proj_ba": ("in_proj_ba",),
 }
+QWEN35_PACKED: Final[Mapping[str, tuple[str, ...]]] = {
+    **LLAMA_PACKED,
+    "in_proj_qkvz": ("in_proj_qkv", "in_proj_qkv", "in_proj_qkv", "in_proj_z"),
+    "in_proj_ba": ("in_proj_b", "in_proj_a"),
+    "attn.qkv_proj": ("qkv", "qkv", "qkv"),
+}
+"""A name that stands several times in a row is one checkpoint tensor with as many parts."""
+
 SELF_ATTN: Final = ((r"^(model\.layers\.\d+)\.(qkv_proj|o_proj|q_norm|k_norm)$", r"\1.self_attn.\2"),)
 """Qwen3-Next's full attention layers hold their projections without the `self_attn` level (qwen3_next.py:1138)."""
 
@@ -93,13 +105,25 @@ FAMILIES: Final = (
         experts=ExpertNames(shared="shared_expert"),
         renames=SELF_ATTN,
     ),
+    Family(
+        "Qwen3.5",
+        ("Qwen3_5ForConditionalGeneration",),
+        packed=QWEN35_PACKED,
+        renames=(*SELF_ATTN, (r"^model\.", "model.language_model."), (r"^visual\.", "model.visual.")),
+    ),
+    # Its loader also takes experts fused as `[E, 2I, H]`; the names here are those that Transformers writes, one an expert.
+    Family(
+        "Qwen3.5-MoE",
+        ("Qwen3_5MoeForConditionalGeneration",),
+        packed=QWEN35_PACKED,
+        experts=ExpertNames(shared="shared_expert"),
+        renames=(*SELF_ATTN, (r"^model\.", "model.language_model."), (r"^visual\.", "model.visual.")),
+    ),
     Family("Mixtral", ("MixtralForCausalLM",), experts=ExpertNames("w1", "w2", "w3")),
     Family("Gemma 2", ("Gemma2ForCausalLM",)),
     Family("Gemma 3", ("Gemma3ForCausalLM",)),
     Family("GLM4-MoE", ("Glm4MoeForCausalLM",), experts=ExpertNames(shared="shared_experts")),
-    Family(
-        "gpt-oss", ("GptOssForCausalLM",), experts=ExpertNames("gate_up_proj", "down_proj", "", fused="interleaved")
-    ),
+    Family("gpt-oss", ("GptOssForCausalLM",), experts=ExpertNames("gate_up_proj", "down_proj", "", interleaved=True)),
     Family(
         "DeepSeek",
         ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "DeepseekV32ForCausalLM"),

@@ -28,7 +28,7 @@ def packed_names(view: LayerView, count: int) -> tuple[str, ...]:
         ValueError: The family does not say, or says another number.
     """
     leaf = view.fqn.rpartition(".")[2]
-    names = view.family.packed.get(leaf)
+    names = view.family.packed_in(view.fqn)
     if names is not None and len(names) == 1:
         return siblings(view, names)
     if names is None or len(names) != count:
@@ -86,7 +86,7 @@ def exported_size(view: LayerView, size: int) -> int | None:
 def replicated(view: LayerView) -> None:
     """Every rank holds all (LIN:349-379); a packed one holds its parts one after the other."""
     rows, columns = int(view.attr("output_size")), _input_size(view)
-    names = view.family.packed.get(view.fqn.rpartition(".")[2])
+    names = view.family.packed_in(view.fqn)
     pieces = [Piece(view.name, 0, Span.whole(rows))]
     if names is not None:
         pieces, at = [], 0
@@ -135,7 +135,24 @@ def merged(view: LayerView) -> None:
         rows = Span.part(output, rank, size, exported_size(view, output))
         pieces.append(Piece(name, at, rows))
         at += rows.held
-    _claim(view, LinearPieces(tuple(pieces), Span.whole(_input_size(view)), at))
+    _claim(view, LinearPieces(of_one_tensor(pieces), Span.whole(_input_size(view)), at))
+
+
+def of_one_tensor(pieces: Sequence[Piece]) -> tuple[Piece, ...]:
+    """Shift pieces of one name to their place in one checkpoint tensor: qkv beside z (qwen3_5.py:1985), a vision qkv."""
+    totals: dict[str, int] = {}
+    for piece in pieces:
+        totals[piece.name] = totals.get(piece.name, 0) + piece.rows.total
+    shifted, before = [], dict.fromkeys(totals, 0)
+    for piece in pieces:
+        rows = piece.rows
+        start, total = before[piece.name] + rows.start, totals[piece.name]
+        if rows.padding and total != rows.total:
+            msg = f"{piece.name} has several parts, one of them padded"
+            raise ValueError(msg)
+        shifted.append(Piece(piece.name, piece.at, Span(start, rows.length, total, rows.padding)))
+        before[piece.name] += rows.total
+    return tuple(shifted)
 
 
 @rule("QKVParallelLinear")
@@ -164,7 +181,7 @@ def qkv(view: LayerView) -> None:
         Piece(names[1], query, Span(kv_index * key, key, totals[1] * head)),
         Piece(names[2], query + key, Span(kv_index * value, value, totals[1] * v_head)),
     )
-    _claim(view, LinearPieces(pieces, Span.whole(_input_size(view)), query + key + value))
+    _claim(view, LinearPieces(of_one_tensor(pieces), Span.whole(_input_size(view)), query + key + value))
 
 
 def group_of_kv(view: LayerView, rank: int, size: int) -> tuple[int, int]:

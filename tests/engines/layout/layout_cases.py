@@ -37,6 +37,8 @@ SPLITS: dict[str, tuple[Split, ...]] = {
     "deepseek-v2": TP + EP + DP,
     "deepseek-v3": TP + EP + PP + DP,
     "qwen3-next": TP + EP,
+    "qwen3.5": TP,
+    "qwen3.5-moe": TP + EP,
 }
 
 QUANTIZED: dict[str, tuple[str, ...]] = {

@@ -51,7 +51,12 @@ class Checkpoint:
 
     def save(self, folder: Path) -> dict[str, torch.Tensor]:
         """Write config and weights; return the exported tensors."""
-        config = getattr(transformers, self.config)(**(COMMON | self.changes))
+        changes = COMMON | self.changes
+        if "vision_config" in changes:  # a model that also sees: the text part has a configuration of its own
+            vision = changes.pop("vision_config")
+            tied = changes["tie_word_embeddings"]
+            changes = {"text_config": changes, "vision_config": vision, "tie_word_embeddings": tied}
+        config = getattr(transformers, self.config)(**changes)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             model = getattr(transformers, self.model)(config)
@@ -85,6 +90,32 @@ _YARN = {
     "beta_fast": 32,
     "beta_slow": 1,
     "original_max_position_embeddings": 16,
+}
+
+_DELTA_NET: dict[str, Any] = {
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_num_key_heads_cpu": 4,  # SGLang's model runner sets these two on a CPU
+    "linear_num_value_heads_cpu": 8,
+    "full_attention_interval": 2,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "linear_conv_kernel_dim": 4,
+    "layer_types": ["linear_attention", "full_attention"],
+}
+
+_VISION: dict[str, Any] = {
+    "depth": 1,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_heads": 4,
+    "in_channels": 3,
+    "patch_size": 4,
+    "temporal_patch_size": 2,
+    "spatial_merge_size": 2,
+    "out_hidden_size": 64,
+    "num_position_embeddings": 16,
+    "deepstack_visual_indexes": [],
 }
 
 CHECKPOINTS = {
@@ -191,20 +222,26 @@ CHECKPOINTS = {
         "Qwen3NextConfig",
         "Qwen3NextForCausalLM",
         _MOE
+        | _DELTA_NET
         | {
             "shared_expert_intermediate_size": 32,
-            "linear_num_key_heads": 4,
-            "linear_num_value_heads": 8,
-            "linear_num_key_heads_cpu": 4,  # SGLang's model runner sets these two on a CPU
-            "linear_num_value_heads_cpu": 8,
-            "linear_key_head_dim": 16,
-            "linear_value_head_dim": 16,
-            "linear_conv_kernel_dim": 4,
-            "full_attention_interval": 2,
-            "layer_types": ["linear_attention", "full_attention"],
             "decoder_sparse_step": 1,
             "mlp_only_layers": [],
         },
+        casts={".A_log": torch.float32},
+    ),
+    "qwen3.5": Checkpoint(
+        "Qwen3.5",
+        "Qwen3_5Config",
+        "Qwen3_5ForConditionalGeneration",
+        _DELTA_NET | {"vision_config": _VISION},
+        casts={".A_log": torch.float32},
+    ),
+    "qwen3.5-moe": Checkpoint(
+        "Qwen3.5-MoE",
+        "Qwen3_5MoeConfig",
+        "Qwen3_5MoeForConditionalGeneration",
+        _MOE | _DELTA_NET | {"shared_expert_intermediate_size": 32, "vision_config": _VISION},
         casts={".A_log": torch.float32},
     ),
 }

@@ -25,6 +25,15 @@ if TYPE_CHECKING:
 
 from syncguard.layout.model import RankIdentity
 
+# qwen3_5.py takes these kernels of a CPU build by name when it is imported; only its forward calls them.
+for _kernel in (
+    "fused_sigmoid_mul_cpu",
+    "fused_qk_gemma_rmsnorm_cpu",
+    "fused_qk_gemma_rmsnorm_with_gate_cpu",
+    "fused_qkvzba_split_reshape_cat_contiguous_cpu",
+):
+    setattr(torch.ops.sgl_kernel, _kernel, None)
+
 
 @dataclass(frozen=True)
 class Split:
