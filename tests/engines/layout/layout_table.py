@@ -19,10 +19,14 @@ def table(reports: list[tuple[str, str, dict[str, object]]]) -> str:
     outcomes: dict[str, list[str]] = {}
     derived: set[str] = set()
     refused: list[tuple[str, str]] = []
+    constructed: list[str] = []
     for nodeid, outcome, properties in reports:
         name = nodeid.partition("[")[2].removesuffix("]")
         if "test_refused_forms" in nodeid and outcome == "passed" and "refused" in properties:
             refused.append((name, str(properties["refused"])))
+            continue
+        if "constructed" in properties and outcome == "passed":
+            constructed.append(str(properties["constructed"]))
             continue
         outcomes.setdefault(name, []).append(outcome)
         if properties.get("derived"):
@@ -45,6 +49,7 @@ def table(reports: list[tuple[str, str, dict[str, object]]]) -> str:
     lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
     for (family, scheme), cells in rows.items():
         lines.append("| " + " | ".join([family, scheme, *(cells.get(split, "") for split in splits)]) + " |")
+    lines += ["", "Exact by construction only (needs a GPU to come about): " + "; ".join(sorted(constructed)) + "."]
     lines += ["", "| unsupported, refused by name | reason |", "|---|---|"]
     lines += [f"| {name} | {reason} |" for name, reason in sorted(refused)]
     return _LEGEND + "\n" + "\n".join(lines) + "\n"
