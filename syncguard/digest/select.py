@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import importlib.util
 import logging
-import os
 import sys
 from dataclasses import replace
 from functools import lru_cache
@@ -53,15 +52,15 @@ def warm_up(device: str = "cpu") -> str:
 
 def available_engines() -> list[DigestEngine]:
     """Return every engine that can run in this process, fastest first; imports what they need."""
-    engines: list[DigestEngine] = []
-    if os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton") is not None:
-        engines.append(_triton_engine())
-    if importlib.util.find_spec("numba") is not None:
-        engines.append(_numba_engine())
-    if importlib.util.find_spec("torch") is not None:
-        engines.append(_torch_engine())
-    engines.append(NumpyEngine())
-    return engines
+    found: list[DigestEngine] = []
+    has_torch = importlib.util.find_spec("torch") is not None
+    if has_torch and importlib.util.find_spec("triton") is not None:
+        from syncguard.digest.triton_path import usable
+
+        found += [_triton_engine()] if usable("cuda") or usable("cpu") else []
+    found += [_numba_engine()] if importlib.util.find_spec("numba") is not None else []
+    found += [_torch_engine()] if has_torch else []
+    return [*found, NumpyEngine()]
 
 
 def _cpu_engine() -> DigestEngine:

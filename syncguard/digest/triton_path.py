@@ -156,7 +156,8 @@ def _view(job: DigestJob) -> torch.Tensor:
     """Return the checked view of a job, as integers, on a device where a kernel can read it."""
     if isinstance(job.view, np.ndarray | np.generic):
         array = as_array(job)
-        return torch.from_numpy(np.array(array).view(f"i{array.itemsize}" if array.itemsize > 1 else "u1"))
+        raw = torch.from_numpy(np.array(array).view(f"i{array.itemsize}" if array.itemsize > 1 else "u1"))
+        return raw if interpreting() else raw.cuda()
     return raw_view(job)
 
 
