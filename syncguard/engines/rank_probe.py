@@ -190,10 +190,13 @@ class RankProbe:
         return tuple(sorted(altered))
 
     def _moved(self, tensors: Mapping[str, Any]) -> tuple[str, ...]:
-        addresses = {name: int(tensor.data_ptr()) for name, tensor in tensors.items()}
-        moved = tuple(sorted(n for n, a in addresses.items() if n in self._addresses and self._addresses[n] != a))
-        self._addresses = addresses
-        return moved
+        """Return tensors that are no longer where this incarnation first showed them.
+
+        Not "since the last time": a graph that was captured at the start reads the old place for ever, and a scrub or a
+        second try must not use up the warning.
+        """
+        found = {name: int(tensor.data_ptr()) for name, tensor in tensors.items()}
+        return tuple(sorted(n for n, address in found.items() if self._addresses.setdefault(n, address) != address))
 
 
 def _signature(model: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:

@@ -127,7 +127,7 @@ class RankObservation:
         partials: One partial digest per binding.
         paddings: One answer per padding claim.
         derived: One answer per derived claim.
-        moved: Resident tensors whose storage address differs from the previous observation of this incarnation.
+        moved: Resident tensors whose storage address differs from the first observation of this incarnation.
         read_bytes: Bytes digested.
         duration_s: Seconds spent in the rank.
         probe_version: Version of syncguard inside the rank.

@@ -189,7 +189,7 @@ def resident_findings(pair: RankPair, problems: tuple[ResidentProblem, ...]) -> 
         yield Finding(
             FindingCode.STORAGE_MOVED,
             Severity.WARNING,
-            "storage moved since the last observation; a captured graph may still read the old address",
+            "storage moved since the first observation; a captured graph may still read the old address",
             rank=where,
             resident=name,
         )
