@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "manifest"))
-from conftest import Worker, digest, manifest_of, weights
 
 from syncguard.digest import PartialDigest
 from syncguard.errors import ManifestError
@@ -19,6 +17,15 @@ from syncguard.manifest.model import Changed, ExemptPolicy, Part
 from syncguard.manifest.tensors import TensorOutcome
 from syncguard.manifest.verdict import FindingCode, VerdictStatus
 from syncguard.spec import Box
+
+# By its path: every folder of tests has a module of that name.
+_SPEC = importlib.util.spec_from_file_location(
+    "red_team_manifests_worker", Path(__file__).parents[1] / "unit" / "manifest" / "conftest.py"
+)
+made = importlib.util.module_from_spec(_SPEC)
+sys.modules[_SPEC.name] = made
+_SPEC.loader.exec_module(made)
+Worker, digest, manifest_of, weights = made.Worker, made.digest, made.manifest_of, made.weights
 
 T0, T1 = weights(0), weights(1)
 
