@@ -5,7 +5,7 @@ Pure. The worker's score is B, the trainer's is C; `old` is the state T0 that wa
 1. INCOMPLETE where a pass is missing.
 2. UNSTABLE where repeats differ so much that nothing can be concluded.
 3. FAIL for a constant offset; where B did not make the change that C made (stale, partial), or C did not make B's
-   (trainer state); and where a warm prefix cache scores differently from a cold one.
+   (trainer state); where the share of the change that B made is surely not all of it; and where a warm prefix cache scores differently from a cold one.
 4. FAIL where MAE(B_new - C_new) reaches the limit: fixed, or relative to the measured noise if that is larger.
 5. NO_POWER where a worker that kept T0 would have looked the same. 6. PASS.
 
@@ -14,7 +14,7 @@ Step 3 compares with the measured noise, not with the fixed limit: in float32 a 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 import numpy as np
 
@@ -67,6 +67,8 @@ def _missing(evidence: ReplayEvidence, policy: ReplayPolicy) -> list[str]:
         found.append(f"active tokens: needs {max(1, policy.min_tokens)}, has {active}")
     return found
 
+
+_SLOPE_TOKENS: Final = 16
 
 _Outcome: TypeAlias = tuple[ReplayStatus, str, str]
 """Status, fingerprint, reason."""
@@ -163,7 +165,13 @@ class _Judgement:
 
     def verdict(self) -> ReplayVerdict:
         power = self.power()
-        outcome = self._unsteady() or self._offset() or self._followed_update(power) or self._cache(power)
+        outcome = (
+            self._unsteady()
+            or self._offset()
+            or self._followed_update(power)
+            or self._part_of_update(power)
+            or self._cache(power)
+        )
         status, fingerprint, reason = outcome if outcome is not None else self._agreement(power)
         figures = (
             self.whole_gap,
@@ -229,6 +237,25 @@ class _Judgement:
             said = f"of the change C_new-C_old ({change:.4g} nat) B made {power.followed:.0%}; B_new-C_new is {gap:.4g} nat"
             return ReplayStatus.FAIL, "partial update", f"{said}: part of the update is missing or wrong"
         return None
+
+    def _part_of_update(self, power: Power) -> _Outcome | None:
+        """Half of an update can move the scores by nearly all of it, with a gap under any limit that noise allows.
+
+        Noise does not lean on the update: over all tokens, the share of C's change that B made is known far better than
+        one score is.
+        """
+        if self.b_old is None or self.c_old is None or not (power.sees and self.base_agrees):
+            return None
+        ours, theirs = (self.b_new - self.b_old)[self.active], (self.c_new - self.c_old)[self.active]
+        if ours.size < _SLOPE_TOKENS or power.followed is None:
+            return None
+        left = ours - power.followed * theirs
+        error = float(np.sqrt(left @ left / (ours.size - 1) / (theirs @ theirs)))
+        missing = abs(1 - power.followed)
+        if missing <= self.policy.follow_tolerance or missing <= self.policy.follow_errors * error:
+            return None
+        said = f"B made {power.followed:.1%} of the change C_new-C_old, with a standard error of {error:.1%}"
+        return ReplayStatus.FAIL, "partial update", f"{said}: part of the update is missing or wrong"
 
     def _warm_limit(self) -> float:
         """Return how far a warm pass may be from a cold one.

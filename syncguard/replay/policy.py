@@ -36,6 +36,9 @@ class ReplayPolicy:
         resolution_nats: Smallest difference taken for real; float32 arithmetic moves scores by 1e-6 to 1e-5.
         power_factor: How many times above the quiet limit the change C_new - C_old must be to have power.
         follow_share: Smallest share of C's change that B must have made (1 followed it, 0 is stale).
+        follow_tolerance: Distance of that share from 1 that is never taken for a partial update (measured: clean bfloat16
+            updates lie within 0.045, half updates beyond 0.14).
+        follow_errors: Standard errors of that share that its distance from 1 must exceed as well (clean: under 4.4).
         unexplained_share: Largest MAE(B_new - C_new), as a share of MAE(C_new - C_old), where both stand above noise.
         min_tokens: Fewest active tokens.
         outlier_share: Share of tokens of largest |B_new - C_new| that may be left out (named in the reason); for
@@ -50,6 +53,8 @@ class ReplayPolicy:
     resolution_nats: float = 1e-5
     power_factor: float = 2.0
     follow_share: float = 0.5
+    follow_tolerance: float = 0.08
+    follow_errors: float = 6.0
     unexplained_share: float = 0.25
     min_tokens: int = 1
     outlier_share: float = 0.0

@@ -85,6 +85,13 @@ def test_a_torn_update_fails_as_partial(share, change):
     assert (verdict.status, verdict.fingerprint) == (ReplayStatus.FAIL, "partial update")
 
 
+@pytest.mark.parametrize("seed", range(10))
+def test_an_update_made_to_four_fifths_is_partial_although_its_gap_is_within_bfloat16_noise(seed):
+    verdict = judge_replay(evidence(seed, noise=BFLOAT16, worker=0.8, change=0.2))
+    assert verdict.figure("B_new-C_new").mae < verdict.limit_nats * 1.1
+    assert (verdict.status, verdict.fingerprint) == (ReplayStatus.FAIL, "partial update"), verdict.reason
+
+
 @pytest.mark.parametrize("change", [4e-3, 0.4])
 def test_a_trainer_that_scored_with_the_old_state_is_named(change):
     verdict = judge_replay(evidence(trainer=0.0, change=change))
