@@ -17,6 +17,7 @@ import logging
 import pkgutil
 from typing import TYPE_CHECKING, Any, Final
 
+from syncguard.digest import warm_up
 from syncguard.engines import sglang_inside
 from syncguard.engines.probe_wire import (
     ACTION_PREFIX,
@@ -97,8 +98,16 @@ class ProcessProbes:
                 probe.update_finished()
             for _ in range(self._open):
                 probe.update_started()
+            # Choosing and compiling the digest is paid at the agent's first question, not in the first verification.
+            warm_up(device_of(checker._get_model()))  # noqa: SLF001 - as above
             self._probes[role] = probe
         return probe
+
+
+def device_of(model: Any) -> str:
+    """Return the device type of a live model's first parameter, `cpu` without any."""
+    first = next(iter(model.parameters()), None)
+    return "cpu" if first is None else str(first.device.type)
 
 
 def rank_identity(placement: dict[str, Any], role: str) -> RankIdentity:
