@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from syncguard.engines.base import EngineAdapter, FlushResult
+    from syncguard.layout.model import RankLayout
     from syncguard.replay.scores import FloatArray
 
 FLUSH_ATTEMPTS = 5
@@ -30,6 +31,20 @@ def record_key(record: ReplayRecord) -> str:
     state = blake2b(record.input_ids.tobytes(), digest_size=16)
     state.update(record.prompt_length.to_bytes(8, "little"))
     return state.hexdigest()
+
+
+def vocabulary_of(layouts: Sequence[RankLayout]) -> int:
+    """Return the vocabulary size that the input embedding shows; 0 where no rank holds one.
+
+    An engine may learn it only while its layout is read, after the first status of a verification.
+    """
+    sizes = [
+        shard.tensor.shape[0]
+        for layout in layouts
+        for shard in layout.shards()
+        if shard.tensor.fqn.endswith("embed_tokens.weight")
+    ]
+    return max(sizes, default=0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,14 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from syncguard.agent.events import Fence
-from syncguard.agent.replay_pass import Passes, ReplayRunner, evidence_of, record_key, with_passes
+from syncguard.agent.replay_pass import (
+    Passes,
+    ReplayRunner,
+    evidence_of,
+    record_key,
+    vocabulary_of,
+    with_passes,
+)
 from syncguard.errors import (
     EngineError,
     ObservationRacedError,
@@ -244,10 +251,11 @@ class _Run:
         if not request.records:
             self.missing("no saved response was sent; send a record with C scores, or waive the replay by name")
             return
+        layouts = self.observation.layouts if self.observation is not None else ()
         runner = ReplayRunner(
             self.verifier.adapter,
             worker=self.verifier.worker,
-            vocab_size=status.vocab_size,
+            vocab_size=status.vocab_size or vocabulary_of(layouts),
             sleep=self.verifier.sleep,
         )
         warm = 1 if request.policy.require_warm else 0

@@ -5,8 +5,9 @@ from __future__ import annotations
 import itertools
 from dataclasses import replace
 
+import numpy as np
 import pytest
-from simulated_engine import SimulatedEngine, manifest_of, record_of, weights_of
+from simulated_engine import SimulatedEngine, manifest_of, record_of, scores_of, weights_of
 
 from syncguard.agent.host import Agent, AgentConfig
 from syncguard.agent.replay_pass import ReplayRunner
@@ -15,7 +16,7 @@ from syncguard.errors import EngineError, SpecVersionError, UnreachableError, Un
 from syncguard.manifest.compare import known_version
 from syncguard.manifest.model import Changed
 from syncguard.manifest.verdict import FindingCode, Severity, VerdictStatus
-from syncguard.replay import ReplayStatus, b_key, c_key
+from syncguard.replay import ReplayRecord, ReplayStatus, b_key, c_key
 
 T0, T1, T2 = weights_of(0), weights_of(1), weights_of(2)
 
@@ -303,3 +304,22 @@ def test_races_without_end_are_given_up_and_not_ready() -> None:
     assert outcome.verification.verdict.status is VerdictStatus.INCOMPLETE
     assert engine.calls.count("observe") == 3
     assert agent.readiness.state.value == "PENDING"
+
+
+def test_the_last_id_of_the_vocabulary_may_come_back_as_0_also_in_the_first_verification() -> None:
+    # SGLang 0.5.23 reports it so, and its vocabulary is known only after the layout was read.
+    weights = {"model.embed_tokens.weight": np.ones((100, 2), np.float32)}
+    engine = SimulatedEngine(weights, label="run@1")
+    ids = [7, 8, 99, 5]
+    scores = {c_key(i, "new"): scores_of(weights, ids, 2) for i in range(2)}
+    record = ReplayRecord(input_ids=ids, prompt_length=2, scores=scores)
+    status, score = engine.status, engine.score
+    engine.status = lambda: replace(status(), vocab_size=0)
+
+    def clamped(given, prompt_length):
+        answer = score(given, prompt_length=prompt_length)
+        return replace(answer, response_ids=tuple(0 if i == 99 else i for i in answer.response_ids))
+
+    engine.score = clamped
+    found = verify(engine, VerifyRequest(manifest_of(weights, "run@1"), (record,)))
+    assert found.verdict.status is VerdictStatus.MATCH, found.verdict.findings
