@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from syncguard.layout.forms import block_of, in_blocks, method_name, refuse_packed
 from syncguard.layout.linear import exported_size
-from syncguard.layout.ops import Narrow, Select, Transpose
+from syncguard.layout.ops import Narrow, Select, Transpose, Unflatten
 from syncguard.layout.rules import PADDED_FOR_SPLIT, LayerView, Span, join, rule
 from syncguard.spec import Box
 
@@ -58,7 +58,7 @@ class _Part:
 
     resident: ResidentTensor
     leaf: str
-    ops: tuple[Narrow, ...]
+    ops: tuple[ViewOp, ...]
     shape: tuple[int, ...] = ()
     box: Box = _NONE
 
@@ -93,7 +93,7 @@ def slots(view: LayerView) -> Iterator[Slot]:
 
 def _refuse_layouts(view: LayerView) -> None:
     refuse_packed(view)
-    for flag in ("use_flashinfer_trtllm_moe", "enable_flashinfer_cutlass_moe", "_mega_moe_weights_built"):
+    for flag in ("use_flashinfer_trtllm_moe", "use_triton_kernels", "_mega_moe_weights_built"):
         if view.attr(flag, False):
             msg = f"no form for experts with {flag}"
             raise ValueError(msg)
@@ -118,8 +118,8 @@ def fused(view: LayerView) -> None:
     if w13.shape != (local, 2 * part, hidden) or w2.shape != (local, hidden, part):
         msg = f"experts are {w13.shape} and {w2.shape}, their layer says {local} x 2 x {part} x {hidden}"
         raise ValueError(msg)
-    if view.family.experts.interleaved and inner.padding:
-        msg = f"interleaved experts padded from {inner.total}"
+    if view.family.experts.interleaved and (inner.padding or swiglu_interleaved(view) or up_first(view)):
+        msg = f"interleaved experts, padded from {inner.total} or in another order"
         raise ValueError(msg)
     if view.family.experts.interleaved:
         _fused_interleaved(view, inner, hidden)
@@ -135,6 +135,16 @@ def fused(view: LayerView) -> None:
                 view.bind(each.resident, f"{slot.name}.{each.leaf}", each.shape, each.box, ops)
             else:
                 view.pad(each.resident, ops, PADDED_FOR_SPLIT)
+
+
+def up_first(view: LayerView) -> bool:
+    """Return whether the up projection stands before the gate (MOE:819-829, UQ:1227)."""
+    return bool(getattr(view.attr("quant_method"), "load_up_proj_weight_first", False))
+
+
+def swiglu_interleaved(view: LayerView) -> bool:
+    """Return whether rows of gate and up alternate (`SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED`, UQ:922-971)."""
+    return bool(getattr(view.attr("quant_method"), "w13_swiglu_interleaved", False))
 
 
 def scale_form(view: LayerView) -> tuple[tuple[int, int], str]:
@@ -173,12 +183,20 @@ def _parts(view: LayerView, inner: Span, leaf: str, blocks: tuple[int, int]) -> 
     down = in_blocks(Span.whole(hidden), blocks[0])
     columns = in_blocks(inner, blocks[1]) if blocks[1] else Span.whole(1)
     down_box = Box((0, columns.start), (down.length, columns.length))
-    parts = [
-        _Part(w13, f"{names.gate}.{leaf}", (Narrow(0, 0, rows.length),), shape, box),
-        _Part(w13, f"{names.up}.{leaf}", (Narrow(0, rows.held, rows.length),), shape, box),
-    ]
-    if rows.padding:
-        parts += [_Part(w13, "", (Narrow(0, at + rows.length, rows.padding),)) for at in (0, rows.held)]
+    order = (names.up, names.gate) if up_first(view) else (names.gate, names.up)
+    parts: list[_Part] = []
+    if swiglu_interleaved(view):
+        if rows.padding or leaf != "weight":
+            msg = "alternating rows of gate and up, padded or with scales"
+            raise ValueError(msg)
+        for half, name in enumerate(order):
+            alternate = (Unflatten(0, (rows.length, 2)), Select(1, half))
+            parts.append(_Part(w13, f"{name}.{leaf}", alternate, shape, box))
+    else:
+        for at, name in zip((0, rows.held), order, strict=True):
+            parts.append(_Part(w13, f"{name}.{leaf}", (Narrow(0, at, rows.length),), shape, box))
+            if rows.padding:
+                parts.append(_Part(w13, "", (Narrow(0, at + rows.length, rows.padding),)))
     whole = (Narrow(1, 0, columns.length),) if columns.padding else ()
     parts.append(_Part(w2, f"{names.down}.{leaf}", whole, (down.total, columns.total), down_box))
     if columns.padding:

@@ -97,8 +97,10 @@ class Rank:
         )
         with self.entered(), self.as_on_cuda():
             from sglang.srt.configs.model_config import ModelConfig
+            from sglang.srt.layers.moe.utils import initialize_moe_config
 
             self.model_config = ModelConfig.from_server_args(self.args)
+            initialize_moe_config()
             self.model = self._build()
 
     @contextmanager

@@ -7,7 +7,7 @@ import pytest
 import torch
 from layout_cases import Cell
 from layout_pipeline import Worker, manifest_of
-from layout_ranks import Split
+from layout_ranks import Rank, Split
 from layout_witness import disagreements, record
 
 from syncguard.layout.coverage import partition_problems, resident_problems
@@ -117,3 +117,21 @@ def test_a_shared_expert_that_is_fused_beside_the_routed_ones_is_bound_on_every_
             boxes[shard.tensor.fqn].add(shard.box)
     lost = {fqn for fqn in tensors if partition_problems(tuple(tensors[fqn].shape), sorted(boxes[fqn]))}
     assert lost == set()
+
+
+def test_experts_whose_up_projection_stands_first_are_bound_in_that_order(tmp_path):
+    cell = Cell("qwen3-moe", "bfloat16", Split(tp=2))
+    tensors = cell.export(tmp_path)
+    for tp_rank in range(2):
+        seen = record(
+            tensors,
+            lambda tp_rank=tp_rank: Rank(
+                tmp_path, cell.split, 0, tp_rank, dtype="bfloat16", moe_runner_backend="flashinfer_cutlass"
+            ),
+            lambda rank: walk_model(rank.model, rank=rank.identity),
+        )
+        assert seen.layout.unbound == ()
+        assert resident_problems(seen.layout) == ()
+        assert disagreements(seen) == []
+        up = next(b for b in seen.layout.bindings if b.shard.tensor.fqn.endswith("experts.0.up_proj.weight"))
+        assert up.ops[1].start == 0

@@ -112,3 +112,36 @@ def test_scales_that_contradict_their_flags_are_refused(wrong):
     ((layout, _), *_) = walked([layer])
     assert layout.bindings == ()
     assert len(layout.unbound) == 2
+
+
+class UnquantizedFusedMoEMethod:
+    w13_swiglu_interleaved = True
+
+
+class FusedMoE(nn.Module):
+    def __init__(self, w13, w2):
+        super().__init__()
+        self.hidden_size, self.intermediate_size_per_partition = 8, 4
+        self.num_local_experts, self.layer_id = 2, 0
+        self.quant_method = UnquantizedFusedMoEMethod()
+        self.w13_weight = nn.Parameter(w13, requires_grad=False)
+        self.w2_weight = nn.Parameter(w2, requires_grad=False)
+
+
+def test_alternating_rows_of_gate_and_up_are_told_apart(record_property):
+    # unquant.py:922-971: rows g0, u0, g1, u1, ...
+    exported = {
+        f"experts.{e}.{leaf}.weight": torch.randn(*shape)
+        for e in range(2)
+        for leaf, shape in (("gate_proj", (4, 8)), ("up_proj", (4, 8)), ("down_proj", (8, 4)))
+    }
+    pairs = [
+        torch.stack([exported[f"experts.{e}.gate_proj.weight"], exported[f"experts.{e}.up_proj.weight"]], dim=1)
+        for e in range(2)
+    ]
+    w13 = torch.stack(pairs).reshape(2, 8, 8).contiguous()
+    w2 = torch.stack([exported[f"experts.{e}.down_proj.weight"] for e in range(2)])
+    model = type("Qwen3MoeForCausalLM", (nn.Module,), {})()
+    model.experts = FusedMoE(w13, w2)
+    check([walk_model(model, rank=RankIdentity())], exported)
+    record_property("constructed", "experts with alternating rows of gate and up")

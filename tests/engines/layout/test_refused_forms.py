@@ -83,6 +83,10 @@ REFUSED = {
     "MXFP4 experts": (FusedMoE(method("Mxfp4MoEMethod")), "Mxfp4MoEMethod"),
     "fp8 per-tensor experts": (FusedMoE(method("Fp8MoEMethod", block_quant=False)), "Fp8MoEMethod"),
     "NVFP4 experts": (FusedMoE(method("ModelOptNvFp4FusedMoEMethod")), "ModelOptNvFp4FusedMoEMethod"),
+    "experts turned for triton kernels": (
+        FusedMoE(method("UnquantizedFusedMoEMethod"), use_triton_kernels=True),
+        "use_triton_kernels",
+    ),
     "experts in flashinfer trtllm blocks": (
         FusedMoE(method("UnquantizedFusedMoEMethod"), use_flashinfer_trtllm_moe=True),
         "use_flashinfer_trtllm_moe",
