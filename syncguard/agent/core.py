@@ -212,7 +212,8 @@ def _seen(state: AgentState, event: EngineSeen, now_s: float, rules: CoreConfig)
     if state.phase is Phase.UPDATING and state.reason == "update_unannounced":
         # The session closed without a finished update; bytes may have been written all the same.
         return _to(state, Phase.INSTALLED, "update_unannounced", "an unannounced update session closed; not verified")
-    return (state, (), state.reason) if state.held is None else _renewed(state, state.held, now_s, rules)
+    asked_s = now_s if event.asked_s is None else min(event.asked_s, now_s)
+    return (state, (), state.reason) if state.held is None else _renewed(state, state.held, now_s, asked_s, rules)
 
 
 def _updated(state: AgentState, event: EngineSeen) -> _Outcome:
@@ -222,8 +223,11 @@ def _updated(state: AgentState, event: EngineSeen) -> _Outcome:
     return _to(state, Phase.INSTALLED, reason, f"an update finished ({event.fence}) that was not verified")
 
 
-def _renewed(state: AgentState, held: Held, now_s: float, rules: CoreConfig) -> _Outcome:
-    """Renew the lease of a READY worker whose fence did not change."""
+def _renewed(state: AgentState, held: Held, now_s: float, asked_s: float, rules: CoreConfig) -> _Outcome:
+    """Renew the lease of a READY worker whose fence did not change.
+
+    The lease counts from the question: a slow answer may show what the engine held when it was asked.
+    """
     if state.label != str(held.version):
         return _to(
             state,
@@ -233,7 +237,7 @@ def _renewed(state: AgentState, held: Held, now_s: float, rules: CoreConfig) -> 
         )
     if now_s >= state.lease_until_s:
         return _lease_over(state)
-    return replace(state, lease_until_s=now_s + rules.lease_s), (), state.reason
+    return replace(state, lease_until_s=max(state.lease_until_s, asked_s + rules.lease_s)), (), state.reason
 
 
 def _lost(state: AgentState, event: EngineLost, now_s: float) -> _Outcome:

@@ -45,11 +45,19 @@ class Fence:
 
 @dataclass(frozen=True, slots=True)
 class EngineSeen:
-    """A poll that the engine answered."""
+    """A poll that the engine answered.
+
+    Attributes:
+        fence: What it showed.
+        updating: An update session is open.
+        label: The engine's own version label.
+        asked_s: When it was asked, in seconds of the state machine's clock; a lease counts from there. None for now.
+    """
 
     fence: Fence
     updating: bool
     label: str
+    asked_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

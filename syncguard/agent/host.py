@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import json
 import logging
-import queue
 import sqlite3
 import threading
 import time
 from collections import Counter
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from syncguard.agent.core import AgentState, CoreConfig, Phase, Step, step
@@ -25,12 +24,14 @@ from syncguard.agent.events import (
     EvidenceAgainst,
     Fence,
     Refuse,
+    Tick,
     UpdateAnnounced,
     VerifyFinished,
     VerifyRequested,
 )
 from syncguard.agent.journal import Journal, Remembered, Transition
 from syncguard.agent.replay_pass import Passes, ReplayRunner
+from syncguard.agent.subscription import Subscription
 from syncguard.agent.verify import (
     Cancelled,
     Verification,
@@ -40,7 +41,7 @@ from syncguard.agent.verify import (
     gravest_code,
     refused_manifest,
 )
-from syncguard.agent.watch import Watcher
+from syncguard.agent.watch import Proven, Watcher
 from syncguard.errors import ScoreError, SyncguardError, UnreachableError, VersionOrderError
 from syncguard.manifest.compare import known_version
 from syncguard.manifest.verdict import (
@@ -54,7 +55,7 @@ if TYPE_CHECKING:
 
     from syncguard.engines.base import EngineAdapter, EngineStatus
     from syncguard.layout.model import RankLayout
-    from syncguard.manifest.model import KnownVersion, Manifest, RankObservation, WorkerObservation
+    from syncguard.manifest.model import KnownVersion, Manifest, RankObservation
     from syncguard.spec import WeightVersion
 
 log = logging.getLogger("syncguard.agent")
@@ -89,29 +90,6 @@ class Outcome:
     readiness: Readiness
 
 
-@dataclass(frozen=True, slots=True)
-class Proven:
-    """What the last verification to READY rested on, for scrubs and for proving again."""
-
-    manifest: Manifest
-    observation: WorkerObservation
-
-
-@dataclass(slots=True)
-class Subscription:
-    """Readiness changes of one subscriber; a slow one loses old changes, never the newest."""
-
-    changes: queue.Queue[Readiness] = field(default_factory=lambda: queue.Queue(maxsize=64))
-
-    def put(self, readiness: Readiness) -> None:
-        """Add a change."""
-        # One producer at a time (the agent's state lock), so room made here stays until it is used.
-        if self.changes.full():
-            with suppress(queue.Empty):
-                self.changes.get_nowait()
-        self.changes.put_nowait(readiness)
-
-
 class Agent:
     """The agent of one worker.
 
@@ -122,7 +100,8 @@ class Agent:
         config: Times and bounds.
         watch_adapter: A second connection for polling, so that a long call does not hide the engine; None shares the
             first one, and polls then wait for it.
-        clock: Seconds since the Unix epoch.
+        clock: Seconds that never go back, for leases and for the order of answers.
+        wall: Seconds since the Unix epoch, for what people read.
     """
 
     def __init__(
@@ -133,7 +112,8 @@ class Agent:
         journal: Journal | None = None,
         config: AgentConfig | None = None,
         watch_adapter: EngineAdapter | None = None,
-        clock: Callable[[], float] = time.time,
+        clock: Callable[[], float] = time.monotonic,
+        wall: Callable[[], float] = time.time,
     ) -> None:
         """Restore the history; the state starts UNKNOWN, whatever the journal says."""
         self.worker = worker
@@ -141,13 +121,14 @@ class Agent:
         self.journal = journal if journal is not None else Journal(None)
         self.adapter = adapter
         self._clock = clock
+        self._wall = wall
         self._rules = CoreConfig(self.config.lease_s)
         self._state_lock = threading.RLock()
         self.engine_lock = threading.Lock()
         self._subscriptions: list[Subscription] = []
         self._listeners: list[Callable[[Readiness], None]] = []
         self._stop = threading.Event()
-        self._sampled_s = 0.0
+        self._sampled_s = float("-inf")
         self._known = list(self.journal.known())
         self._old: Passes | None = None
         self._old_before: WeightVersion | None = None
@@ -158,7 +139,7 @@ class Agent:
         self.last: Verification | None = None
         self.engine: EngineStatus | None = None
         restarted = bool(self.journal.transitions(1))
-        self.state = AgentState(accepted=self.journal.accepted(), since_s=self._clock())
+        self.state = AgentState(accepted=self.journal.accepted(), since_s=self._wall())
         if restarted:
             self.state = replace(
                 self.state, reason="agent_restarted", message="the agent restarted; nothing was verified since"
@@ -168,12 +149,23 @@ class Agent:
 
     @property
     def readiness(self) -> Readiness:
-        """Current readiness."""
+        """Current readiness. Looking at it ends a lease that is over, whatever the watcher is busy with."""
+        self.end_lease()
         return self.state.readiness
 
     def now_s(self) -> float:
-        """Return the agent's time, in seconds since the Unix epoch."""
+        """Return the agent's time, in seconds that never go back."""
         return self._clock()
+
+    def wall_s(self) -> float:
+        """Return the time that people read, in seconds since the Unix epoch."""
+        return self._wall()
+
+    def end_lease(self) -> None:
+        """Leave READY when the lease is over; asks nobody, so that nothing can delay it."""
+        state = self.state
+        if state.phase is Phase.READY and self._clock() >= state.lease_until_s:
+            self.apply(Tick())
 
     def live(self) -> tuple[bool, str]:
         """Return whether the watcher does its work, and in words what it did last."""
@@ -300,13 +292,28 @@ class Agent:
         with self.engine_lock:
             return self.adapter.observe(key_seed)
 
-    def status(self) -> EngineStatus:
-        """Read the engine's status now and feed it."""
-        with self.engine_lock:
+    def status(self, wait_s: float = -1.0) -> EngineStatus | None:
+        """Read the engine's status now and feed it.
+
+        Args:
+            wait_s: Longest wait for a call that holds the engine, in seconds; below 0 without an end.
+
+        Returns:
+            The status; None where another call went on holding the engine.
+        """
+        if not self.engine_lock.acquire(timeout=wait_s):
+            return None
+        try:
             began = self._clock()
             status = self.adapter.status()
             self.feed(status, began)
             return status
+        finally:
+            self.engine_lock.release()
+
+    def seen_ago_s(self) -> float:
+        """Return how long ago the engine answered last, in seconds; infinite before its first answer."""
+        return self._clock() - self._sampled_s
 
     def capture(self, prompt_ids: Sequence[int], *, max_new_tokens: int, seed: int) -> ReplayRecord:
         """Generate one response and return it as a record with A."""
@@ -334,10 +341,11 @@ class Agent:
             now_s = self._clock()
             done = step(self.state, event, now_s, self._rules)
             if done.transition:
+                done = replace(done, state=replace(done.state, since_s=self._wall()))
                 try:
                     self._journal(done.state, type(event).__name__, evidence or {})
                 except sqlite3.Error as error:
-                    done = self._unjournaled(done, error, now_s)
+                    done = self._unjournaled(done, error)
             self.state = done.state
             if done.transition:
                 self._transition_counts[done.state.phase.value, done.state.reason] += 1
@@ -350,7 +358,7 @@ class Agent:
                     listener(done.state.readiness)
             return done
 
-    def _unjournaled(self, done: Step, error: sqlite3.Error, now_s: float) -> Step:
+    def _unjournaled(self, done: Step, error: sqlite3.Error) -> Step:
         log.error("%s: the journal cannot be written: %s", self.worker, error)
         if done.state.phase is not Phase.READY:
             return done
@@ -360,7 +368,6 @@ class Agent:
             reason="journal_failed",
             message=f"verified, but the journal cannot be written: {error}",
             held=None,
-            since_s=now_s,
         )
         return replace(done, state=blocked, reason="journal_failed")
 
@@ -487,7 +494,7 @@ class Agent:
             self._sampled_s = self._clock()
             self.engine = status
             updating = any(rank.updating for rank in status.ranks)
-            self.apply(EngineSeen(Fence.of(status), updating, status.weight_version_label))
+            self.apply(EngineSeen(Fence.of(status), updating, status.weight_version_label, began_s))
 
     def _seen_now(self) -> Callable[[EngineStatus], None]:
         return lambda status: self.feed(status, self._clock())

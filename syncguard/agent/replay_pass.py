@@ -94,9 +94,7 @@ class ReplayRunner:
             key = record_key(record)
             taken = []
             for _ in range(cold):
-                flush = self._flush()
-                if not flush.confirmed:
-                    findings.append(self._unconfirmed(f"the engine did not confirm the flush: {flush.detail}"))
+                findings.extend(self.empty_cache())
                 scores, cached = self._score(record)
                 if cached > 0:
                     findings.append(
@@ -109,6 +107,13 @@ class ReplayRunner:
             warms[key] = tuple(scores for scores, _ in warm_passes)
         distinct = tuple(dict.fromkeys(findings))
         return Passes(label, colds, warms, distinct, warm_seen=bool(records) and used_cache == warm * len(records))
+
+    def empty_cache(self) -> tuple[Finding, ...]:
+        """Flush the prefix cache, and return what keeps that from being believed; empty when it was confirmed."""
+        flush = self._flush()
+        if flush.confirmed:
+            return ()
+        return (self._unconfirmed(f"the engine did not confirm the flush: {flush.detail}"),)
 
     def _flush(self) -> FlushResult:
         result = self._adapter.flush()

@@ -52,8 +52,12 @@ _NEEDED: Final = {
     }.items()
 }
 _WATCHERS_MAX: Final = 16
+_LONG_MAX: Final = 10
 _THREADS: Final = 32
+"""More than watchers and long calls together, so that health, status and announcements are always answered."""
 _PROBE_THREADS: Final = 4
+_STATUS_WAIT_S: Final = 0.1
+"""A status waits no longer for a verification: callers that poll would take every thread of the server."""
 
 
 def health_name(worker: str) -> str:
@@ -104,15 +108,19 @@ class AgentServicer(rpc.AgentServiceServicer):  # type: ignore[misc] # generated
         self._agent = agent
         self._access = access
         self._watchers = threading.BoundedSemaphore(_WATCHERS_MAX)
+        self._long = threading.BoundedSemaphore(_LONG_MAX)
 
     def GetStatus(self, request: Any, _context: Any) -> Any:  # noqa: N802
-        """Answer from the live engine; in brief, or when it is silent, from what was last seen."""
+        """Answer from the live engine; in brief, or when it is silent or busy, from what was last seen."""
         agent = self._agent
         brief = request.detail == pb.STATUS_DETAIL_BRIEF
-        status = agent.engine
+        asked = None
         if not brief:
             with contextlib.suppress(SyncguardError):
-                status = agent.status()
+                asked = agent.status(_STATUS_WAIT_S)
+        status = asked if asked is not None else agent.engine
+        age_s = 0.0 if asked is not None or status is None else agent.seen_ago_s()
+        readiness = agent.readiness
         if status is None:
             status = EngineStatus(engine="", model="", weight_version_label="", expected_ranks=0, ranks=())
         last = None if brief else agent.last
@@ -124,7 +132,7 @@ class AgentServicer(rpc.AgentServiceServicer):  # type: ignore[misc] # generated
             weight_version_label=status.weight_version_label,
             expected_ranks=status.expected_ranks,
             state=agent.state.phase.value,
-            readiness=readiness_to_proto(agent.readiness),
+            readiness=readiness_to_proto(readiness),
             epoch=max((rank.epoch for rank in status.ranks), default=0),
             incarnation=",".join(incarnations),
             spec_version=SPEC_VERSION,
@@ -134,16 +142,17 @@ class AgentServicer(rpc.AgentServiceServicer):  # type: ignore[misc] # generated
             poll_interval_s=agent.config.poll_interval_s,
             lease_s=agent.config.lease_s,
             vocab_size=status.vocab_size,
+            engine_age_s=age_s,
         )
 
     def DescribeLayout(self, _request: Any, context: Any) -> Iterator[Any]:  # noqa: N802
         """Stream one layout a rank."""
-        for layout in self._guarded(context, self._agent.layouts):
+        for layout in self._held(context, self._agent.layouts):
             yield pb.DescribeLayoutResponse(layout=layout_to_proto(layout))
 
     def Observe(self, request: Any, context: Any) -> Iterator[Any]:  # noqa: N802
         """Stream one observation a rank."""
-        for observation in self._guarded(context, lambda: self._agent.observe(request.key_seed)):
+        for observation in self._held(context, lambda: self._agent.observe(request.key_seed)):
             yield pb.ObserveResponse(observation=observation_to_proto(observation))
 
     def AnnounceUpdate(self, requests: Iterable[Any], context: Any) -> Any:  # noqa: N802
@@ -182,11 +191,12 @@ class AgentServicer(rpc.AgentServiceServicer):  # type: ignore[misc] # generated
 
         request = self._guarded(context, read)
         outcome: Any = None
-        for event in self._with_progress(context, lambda progress: self._agent.verify(request, progress)):
-            if isinstance(event, tuple):
-                yield pb.VerifyResponse(progress=pb.Progress(step=event[0], fraction=event[1]))
-            else:
-                outcome = event
+        with self._slot(context):
+            for event in self._with_progress(context, lambda progress: self._agent.verify(request, progress)):
+                if isinstance(event, tuple):
+                    yield pb.VerifyResponse(progress=pb.Progress(step=event[0], fraction=event[1]))
+                else:
+                    outcome = event
         found: Verification = outcome.verification
         for chunk in self._guarded(context, lambda: list(record_chunks(found.records))):
             yield pb.VerifyResponse(record=chunk)
@@ -203,11 +213,12 @@ class AgentServicer(rpc.AgentServiceServicer):  # type: ignore[misc] # generated
     def Audit(self, requests: Iterable[Any], context: Any) -> Iterator[Any]:  # noqa: N802
         """Compare with a manifest; progress as it goes, then the verdict."""
         manifest = self._guarded(context, lambda: self._manifest(self._parts(requests)))
-        for event in self._with_progress(context, lambda progress: self._agent.audit(manifest, progress)):
-            if isinstance(event, tuple):
-                yield pb.AuditResponse(progress=pb.Progress(step=event[0], fraction=event[1]))
-            else:
-                yield pb.AuditResponse(verdict=verdict_to_proto(bounded(event.verdict, FINDINGS_LIMIT)))
+        with self._slot(context):
+            for event in self._with_progress(context, lambda progress: self._agent.audit(manifest, progress)):
+                if isinstance(event, tuple):
+                    yield pb.AuditResponse(progress=pb.Progress(step=event[0], fraction=event[1]))
+                else:
+                    yield pb.AuditResponse(verdict=verdict_to_proto(bounded(event.verdict, FINDINGS_LIMIT)))
 
     def Capture(self, request: Any, context: Any) -> Iterator[Any]:  # noqa: N802
         """Generate one response and stream its record."""
@@ -222,7 +233,7 @@ class AgentServicer(rpc.AgentServiceServicer):  # type: ignore[misc] # generated
             )
             return list(record_chunks([record]))
 
-        for chunk in self._guarded(context, capture):
+        for chunk in self._held(context, capture):
             yield pb.CaptureResponse(record=chunk)
 
     def WatchReadiness(self, _request: Any, context: Any) -> Iterator[Any]:  # noqa: N802
@@ -239,6 +250,20 @@ class AgentServicer(rpc.AgentServiceServicer):  # type: ignore[misc] # generated
                     yield pb.WatchReadinessResponse(worker=self._agent.worker, readiness=readiness_to_proto(readiness))
         finally:
             self._watchers.release()
+
+    @contextlib.contextmanager
+    def _slot(self, context: Any) -> Iterator[None]:
+        """Take one of the places of calls that wait for the engine; refuse when all are taken."""
+        if not self._long.acquire(blocking=False):
+            context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, f"busy: {_LONG_MAX} calls wait for the engine already")
+        try:
+            yield
+        finally:
+            self._long.release()
+
+    def _held(self, context: Any, work: Callable[[], Any]) -> Any:
+        with self._slot(context):
+            return self._guarded(context, work)
 
     def _guarded(self, context: Any, work: Callable[[], Any]) -> Any:
         """Run, and end the call with the error's own status when it fails."""

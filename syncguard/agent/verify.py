@@ -243,14 +243,6 @@ class _Run:
 
     def replayed(self, status: EngineStatus) -> None:
         request = self.request
-        if request.replay_waived_because:
-            self.add(
-                FindingCode.REPLAY_MISSING, Severity.WARNING, f"no replay, by waiver: {request.replay_waived_because}"
-            )
-            return
-        if not request.records:
-            self.missing("no saved response was sent; send a record with C scores, or waive the replay by name")
-            return
         layouts = self.observation.layouts if self.observation is not None else ()
         runner = ReplayRunner(
             self.verifier.adapter,
@@ -258,6 +250,16 @@ class _Run:
             vocab_size=status.vocab_size or vocabulary_of(layouts),
             sleep=self.verifier.sleep,
         )
+        if request.replay_waived_because:
+            # Without a replay the cache still holds keys and values of the old weights, unless it is emptied now.
+            self.findings.extend(runner.empty_cache())
+            self.add(
+                FindingCode.REPLAY_MISSING, Severity.WARNING, f"no replay, by waiver: {request.replay_waived_because}"
+            )
+            return
+        if not request.records:
+            self.missing("no saved response was sent; send a record with C scores, or waive the replay by name")
+            return
         warm = 1 if request.policy.require_warm else 0
         self.passes = runner.take(request.records, label=status.weight_version_label, warm=warm)
         self.findings.extend(self.passes.findings)

@@ -1,6 +1,7 @@
 """The watcher: looks at the engine at a stated interval, scrubs resident memory, and proves again after a silence.
 
-A poll asks for identity and update epoch only. A scrub digests what a READY worker holds and compares it with what was
+A poll asks for identity and update epoch only. Three threads, so that none can hold up another: one polls, one scrubs
+and proves again, and one ends a lease that is over, which asks nobody. A scrub digests what a READY worker holds and compares it with what was
 proven, so that bytes that change without an update are found. After a silence of the engine that outlasted the lease,
 a full comparison at the very same fence gives READY back without a new push.
 """
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from syncguard.agent.events import EngineLost, EvidenceAgainst, Fence, Reproved, Tick
@@ -17,12 +19,22 @@ from syncguard.errors import SyncguardError
 from syncguard.manifest.verdict import FindingCode, VerdictStatus
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from syncguard.agent.host import Agent
     from syncguard.engines.base import EngineAdapter
-    from syncguard.manifest.model import WorkerObservation
+    from syncguard.manifest.model import Manifest, WorkerObservation
 
 log = logging.getLogger("syncguard.agent")
 _STUCK_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Proven:
+    """What the last verification to READY rested on, for scrubs and for proving again."""
+
+    manifest: Manifest
+    observation: WorkerObservation
 
 
 class Watcher:
@@ -39,44 +51,56 @@ class Watcher:
         self._agent = agent
         self._adapter = adapter
         self._stop = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._threads: tuple[threading.Thread, ...] = ()
         self._looked_s = agent.now_s()
         self._scrubbed_s = agent.now_s()
 
     def start(self) -> None:
         """Begin."""
-        self._thread = threading.Thread(target=self._run, name=f"watch-{self._agent.worker}", daemon=True)
-        self._thread.start()
+        config, worker = self._agent.config, self._agent.worker
+        lease_s = min(config.poll_interval_s, config.lease_s / 4)
+        self._threads = tuple(
+            threading.Thread(target=self._run, args=(every_s, work), name=f"{name}-{worker}", daemon=True)
+            for name, every_s, work in (
+                ("watch", config.poll_interval_s, self.poll),
+                ("scrub", config.poll_interval_s, self._compare),
+                ("lease", lease_s, self._agent.end_lease),
+            )
+        )
+        for thread in self._threads:
+            thread.start()
 
     def stop(self) -> None:
         """End, after a poll that is under way."""
         self._stop.set()
-        if self._thread is not None:
-            self._thread.join(timeout=10)
+        for thread in self._threads:
+            thread.join(timeout=10)
         if self._adapter is not None:
             self._adapter.close()
 
     def live(self) -> tuple[bool, str]:
         """Return whether the watcher does its work, and in words what it did last."""
         idle_s = self._agent.now_s() - self._looked_s
-        if self._thread is not None and not self._thread.is_alive() and not self._stop.is_set():
+        if not self._stop.is_set() and not all(thread.is_alive() for thread in self._threads):
             return False, "the watcher has ended"
         limit_s = 10 * self._agent.config.poll_interval_s + _STUCK_S
         return idle_s <= limit_s, f"looked at the engine {idle_s:.1f} s ago"
 
-    def _run(self) -> None:
-        while not self._stop.wait(self._agent.config.poll_interval_s):
-            self._round()
+    def _run(self, every_s: float, work: Callable[[], None]) -> None:
+        while not self._stop.wait(every_s):
+            self._guarded(work)
 
-    def _round(self) -> None:
-        every_s = self._agent.config.scrub_interval_s
+    def _guarded(self, work: Callable[[], None]) -> None:
         try:
-            self.poll()
-            self.reprove()
-            if every_s and self._agent.now_s() - self._scrubbed_s >= every_s:
-                self.scrub()
+            work()
         except Exception:
             log.exception("%s: watching failed", self._agent.worker)
+
+    def _compare(self) -> None:
+        every_s = self._agent.config.scrub_interval_s
+        self.reprove()
+        if every_s and self._agent.now_s() - self._scrubbed_s >= every_s:
+            self.scrub()
 
     def poll(self) -> None:
         """Look at the engine once and feed what was seen."""
@@ -90,6 +114,7 @@ class Watcher:
             finally:
                 agent.engine_lock.release()
         # else: a call holds the only connection; it feeds the status readings that it makes itself.
+        agent.apply(Tick())
 
     def _poll(self, adapter: EngineAdapter) -> None:
         agent = self._agent
@@ -100,7 +125,6 @@ class Watcher:
             agent.apply(EngineLost(error.text() if isinstance(error, SyncguardError) else repr(error)))
         else:
             agent.feed(status, began_s)
-        agent.apply(Tick())
 
     def scrub(self) -> None:
         """Digest what a READY worker holds, and block it when anything differs from what was proven."""
@@ -166,4 +190,6 @@ def difference(proven: WorkerObservation, observed: WorkerObservation) -> str:
                 return f"{binding.shard.tensor.fqn} {binding.shard.box} in {binding.resident} of rank {rank.rank}"
         if (was.partials, was.paddings, was.derived) != (rank.partials, rank.paddings, rank.derived):
             return f"padding or derived state of rank {rank.rank}"
+        if was.altered != rank.altered:
+            return f"exempt state of rank {rank.rank}: {', '.join(rank.altered) or 'as it was at first'}"
     return "" if len(observed.ranks) == len(proven.ranks) else "another number of ranks"

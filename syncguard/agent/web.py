@@ -38,12 +38,13 @@ def web_sources(agent: Agent) -> WebSources:
         title=f"syncguard agent of {agent.worker}",
         live=agent.live,
         ready=ready,
-        status=lambda: {"now_s": agent.now_s(), "workers": [_worker(agent)]},
+        status=lambda: {"now_s": agent.wall_s(), "workers": [_worker(agent)]},
         registry=registry,
     )
 
 
 def _worker(agent: Agent) -> dict[str, Any]:
+    agent.end_lease()
     state, last, engine = agent.state, agent.last, agent.engine
     readiness = state.readiness
     return {
@@ -103,6 +104,7 @@ class _AgentMetrics:
 
     def collect(self) -> Iterator[Metric]:
         agent = self._agent
+        agent.end_lease()
         state = agent.state
         labels = [agent.worker]
         ready = GaugeMetricFamily("syncguard_ready", "1 while the worker may serve.", labels=["worker"])

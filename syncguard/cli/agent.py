@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -28,7 +29,7 @@ ENGINE_KEY_VARIABLE: Final = "SYNCGUARD_ENGINE_KEY"
 def agent(
     engine_url: Annotated[str, typer.Option(metavar="URL", help="The worker's SGLang server.")],
     *,
-    worker: Annotated[str, typer.Option(help="Name of the worker; by default its host and port.")] = "",
+    worker: Annotated[str, typer.Option(help="Name of the worker; by default its host and port, and this machine's name.")] = "",
     listen: Annotated[str, typer.Option(metavar="HOST:PORT", help="gRPC address.")] = "127.0.0.1:50051",
     http_listen: Annotated[
         str, typer.Option(metavar="HOST:PORT", help="/livez, /readyz, /metrics; the status page on loopback only.")
@@ -73,10 +74,11 @@ def agent(
     say = start_logging(as_json=as_json)
     answers = selftest()
     key = _engine_key(engine_key_file)
-    watch_timeout_s = min(engine_timeout_s, max(lease_s, 1.0))
+    # A poll is two requests, one after the other: both together stay within the lease.
+    watch_timeout_s = min(engine_timeout_s, lease_s / 2)
     host = Agent(
         SglangEngine(engine_url, api_key=key, timeout_s=engine_timeout_s),
-        worker=worker or engine_url.rpartition("//")[2].rstrip("/"),
+        worker=worker or default_worker_name(engine_url),
         journal=Journal(journal),
         config=AgentConfig(poll_interval_s=poll_interval_s, lease_s=lease_s),
         watch_adapter=SglangEngine(engine_url, api_key=key, timeout_s=watch_timeout_s),
@@ -112,6 +114,11 @@ def agent(
         web.stop()
     host.close()
     say("stopped", worker=host.worker)
+
+
+def default_worker_name(engine_url: str) -> str:
+    """Return `HOST:PORT@MACHINE`: every machine of a fleet may have its engine at the same loopback address."""
+    return f"{engine_url.rpartition('//')[2].rstrip('/')}@{socket.gethostname()}"
 
 
 def listen_options(

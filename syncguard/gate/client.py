@@ -52,6 +52,7 @@ class AgentStatus:
         poll_interval_s: An unannounced update is seen within this time.
         lease_s: READY ends this long after the engine's last answer.
         vocab_size: Vocabulary of the engine, 0 when it does not say.
+        engine_age_s: Age of what is told of the engine, in seconds; 0 when it was asked for this answer.
     """
 
     worker: str
@@ -69,6 +70,7 @@ class AgentStatus:
     poll_interval_s: float
     lease_s: float
     vocab_size: int
+    engine_age_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,6 +218,7 @@ class AgentClient:
             poll_interval_s=answer.poll_interval_s,
             lease_s=answer.lease_s,
             vocab_size=answer.vocab_size,
+            engine_age_s=answer.engine_age_s,
         )
 
     def layouts(self) -> tuple[Any, ...]:
