@@ -150,6 +150,8 @@ def test_no_request_is_served_by_an_unverified_worker_and_none_is_lost(tmp_path:
         router = SmgRouter(base, {f"r{i}": url for i, url in enumerate(urls)}, wait_s=120)
         gate = closing.enter_context(Gate(addresses, routers=[router], verify_timeout_s=300))
 
+        said: list[str] = []
+
         def push(url: str, step: int, label: str) -> None:
             body = {"model_path": str(checkpoints[step]), "weight_version": label}
             answer = httpx.post(f"{url}/update_weights_from_disk", json=body, timeout=300)
@@ -163,9 +165,10 @@ def test_no_request_is_served_by_an_unverified_worker_and_none_is_lost(tmp_path:
             for name in names:
                 push(urls[int(name[1:])], step if arrives else 0, label)
             decision = gate.after_push(manifest(step, label), workers=names, replay_waived_because="gateway test")
+            said.append(decision.reason)
             return decision.action
 
-        assert update(["r0", "r1"], 0, "run@0") is Action.PROCEED
+        assert update(["r0", "r1"], 0, "run@0") is Action.PROCEED, said
         with Traffic(base) as traffic:
             # One worker after the other, so that somebody serves all the time.
             began_s, ready_s = [], []
