@@ -14,6 +14,7 @@ Step 3 compares with the measured noise, not with the fixed limit: in float32 a 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Final, TypeAlias
 
 import numpy as np
@@ -27,6 +28,9 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from syncguard.replay.scores import FloatArray
+
+_SETTLED: Final = (ReplayStatus.FAIL, ReplayStatus.UNSTABLE)
+"""No response alone could make these better."""
 
 
 def judge_replay(
@@ -42,12 +46,21 @@ def judge_replay(
         ScoreError: Evidence of different definitions, or several responses that cannot be joined.
     """
     rules = policy if policy is not None else ReplayPolicy()
-    if not isinstance(evidence, ReplayEvidence):
-        evidence = ReplayEvidence.join(list(evidence))
-    missing = _missing(evidence, rules)
+    responses = [evidence] if isinstance(evidence, ReplayEvidence) else list(evidence)
+    joined = evidence if isinstance(evidence, ReplayEvidence) else ReplayEvidence.join(responses)
+    missing = _missing(joined, rules)
     if missing:
         return ReplayVerdict(ReplayStatus.INCOMPLETE, f"evidence is missing: {', '.join(missing)}", policy=rules)
-    return _Judgement(evidence, rules).verdict()
+    together = _Judgement(joined, rules)
+    verdict = together.verdict()
+    if len(responses) == 1 or verdict.status in _SETTLED:
+        return verdict
+    # A mean over many responses hides one that contradicts; the noise is that of all, which one alone measures badly.
+    for number, response in enumerate(responses, 1):
+        alone = _Judgement(response, rules, noise_floor=together.noise).verdict()
+        if alone.status is ReplayStatus.FAIL:
+            return replace(alone, reason=f"response {number} of {len(responses)}: {alone.reason}")
+    return verdict
 
 
 def _missing(evidence: ReplayEvidence, policy: ReplayPolicy) -> list[str]:
@@ -77,7 +90,7 @@ _Outcome: TypeAlias = tuple[ReplayStatus, str, str]
 class _Judgement:
     """The steps of one judgement, each on the values that the earlier ones left."""
 
-    def __init__(self, evidence: ReplayEvidence, policy: ReplayPolicy) -> None:
+    def __init__(self, evidence: ReplayEvidence, policy: ReplayPolicy, *, noise_floor: float = 0.0) -> None:
         self.evidence = evidence
         self.policy = policy
         self.active = evidence.mask == 1
@@ -98,10 +111,10 @@ class _Judgement:
         )
         self.base = self._difference("B_old-C_old", self.b_old, self.c_old)
         self.base_agrees = self.base is not None and self.base.mae <= policy.noise_cap_nats
-        noises = [noise.mae for noise in self.repeats]
+        noises = [noise_floor, *(noise.mae for noise in self.repeats)]
         if self.base is not None and self.base_agrees:
             noises.append(self.base.mae)
-        self.noise = max(noises, default=0.0)
+        self.noise = max(noises)
         self.relative = policy.noise_factor * self.noise
         self.limit = max(policy.mae_limit_nats, self.relative)
         # Only T0 shows the noise between the two engines; unmeasured, it may be anything up to the limit.

@@ -1,3 +1,8 @@
+import json
+import socket
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 import torch
@@ -6,7 +11,7 @@ from torch import nn
 from syncguard.errors import ScoreError
 from syncguard.replay import ReplayRecord, c_key, response_scores_from_logits
 from syncguard.replay.capture import score_with_trainer
-from syncguard.replay.trainer import frozen, gradient_forward, trainer_forward, vocabulary_parallel_scores
+from syncguard.replay.trainer import frozen, gradient_forward, trainer_forward
 
 VOCABULARY = 22
 
@@ -84,17 +89,21 @@ def test_a_packed_record_is_refused_instead_of_scored_with_a_wrong_prefix():
         trainer_forward(Tiny())(record(segment_ids=[0] * 10 + [1] * 20))
 
 
-def _shard(rank: int, port: int, results) -> None:
-    torch.distributed.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
-    try:
-        logits, targets = _logits()
-        first, last = ((0, 9), (9, VOCABULARY))[rank]
-        results[rank] = vocabulary_parallel_scores(logits[:, first:last], first, targets).tolist()
-        alone = torch.log_softmax(logits[:, first:last].double(), -1)
-        column = (targets - first).clamp(0, last - first - 1)
-        results[f"alone {rank}"] = alone.gather(1, column.unsqueeze(1)).squeeze(1).tolist()
-    finally:
-        torch.distributed.destroy_process_group()
+RANK_PROGRAM = """
+import json, sys
+import torch
+from syncguard.replay.trainer import vocabulary_parallel_scores
+
+rank, port, vocabulary = (int(text) for text in sys.argv[1:])
+logits, targets = (torch.tensor(part) for part in json.load(sys.stdin))
+torch.distributed.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+first, last = ((0, 9), (9, vocabulary))[rank]
+whole = vocabulary_parallel_scores(logits[:, first:last], first, targets).tolist()
+alone = torch.log_softmax(logits[:, first:last].double(), -1)
+column = (targets - first).clamp(0, last - first - 1)
+print(json.dumps([whole, alone.gather(1, column.unsqueeze(1)).squeeze(1).tolist()]))
+torch.distributed.destroy_process_group()
+"""
 
 
 def _logits():
@@ -105,24 +114,28 @@ def _logits():
 
 
 def test_vocabulary_parallel_scores_on_two_gloo_ranks_equal_the_whole_and_each_shard_alone_does_not():
-    import socket
-
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    context = torch.multiprocessing.get_context("fork")
-    with context.Manager() as manager:
-        results = manager.dict()
-        ranks = [context.Process(target=_shard, args=(rank, port, results)) for rank in (0, 1)]
-        for rank in ranks:
-            rank.start()
-        for rank in ranks:
-            rank.join(60)
-        assert [rank.exitcode for rank in ranks] == [0, 0]
-        found = dict(results)
+    given = json.dumps([part.tolist() for part in _logits()])
+    # Fresh processes: a fork of one in which torch has started threads may wait for them for ever.
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", RANK_PROGRAM, str(rank), str(port), str(VOCABULARY)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in (0, 1)
+    ]
+    for rank in ranks:
+        rank.stdin.write(given)
+        rank.stdin.close()
+    found, alone = zip(*(json.loads(rank.stdout.read()) for rank in ranks), strict=True)
+    assert [rank.wait(60) for rank in ranks] == [0, 0]
     logits, targets = _logits()
     whole = torch.log_softmax(logits.double(), -1).gather(1, targets.unsqueeze(1)).squeeze(1)
     np.testing.assert_allclose(found[0], whole, atol=1e-12)
     assert found[0] == found[1]
-    owner = np.where(targets.numpy() < 9, found["alone 0"], found["alone 1"])
+    owner = np.where(targets.numpy() < 9, alone[0], alone[1])
     assert np.abs(owner - whole.numpy()).mean() > 0.1
