@@ -114,8 +114,7 @@ class Box:
         """Return the common part; empty (some size 0) when there is none."""
         low = tuple(max(a, b) for a, b in zip(self.offsets, other.offsets, strict=True))
         high = tuple(
-            min(a + n, b + m)
-            for a, n, b, m in zip(self.offsets, self.sizes, other.offsets, other.sizes, strict=True)
+            min(a + n, b + m) for a, n, b, m in zip(self.offsets, self.sizes, other.offsets, other.sizes, strict=True)
         )
         return Box(low, tuple(max(0, h - lo) for lo, h in zip(low, high, strict=True)))
 
@@ -153,7 +152,9 @@ class WeightVersion:
         """
         run_id, at, step = label.rpartition("@")
         if not at or not step.isascii() or not step.isdigit():
-            raise UsageError("not a weight version", expected="RUN@STEP", found=repr(label), todo="write it as RUN@STEP")
+            raise UsageError(
+                "not a weight version", expected="RUN@STEP", found=repr(label), todo="write it as RUN@STEP"
+            )
         return cls(run_id, int(step))
 
     def older_than(self, other: WeightVersion) -> bool:
