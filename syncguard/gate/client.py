@@ -182,18 +182,20 @@ class AgentClient:
         """Close the channel; running calls end."""
         self._channel.close()
 
-    def status(self, *, brief: bool = False) -> AgentStatus:
+    def status(self, *, brief: bool = False, timeout_s: float = float("inf")) -> AgentStatus:
         """Ask what the agent and its engine are doing.
 
         Args:
             brief: Take what the agent saw last: the engine is not asked, and no verdict is sent.
+            timeout_s: Longest time for it, where that is shorter than the client's own.
 
         Raises:
             UnreachableError: No answer.
             SpecVersionError: The agent speaks another version of the specification.
         """
         request = pb.GetStatusRequest(detail=pb.STATUS_DETAIL_BRIEF if brief else pb.STATUS_DETAIL_UNSPECIFIED)
-        answer = self._call(lambda: self._stub.GetStatus(request, **self._options(self._timeout_s)))
+        limit_s = min(timeout_s, self._timeout_s)
+        answer = self._call(lambda: self._stub.GetStatus(request, **self._options(limit_s)))
         if answer.spec_version != SPEC_VERSION:
             raise SpecVersionError(
                 "specification version of an agent",

@@ -11,9 +11,10 @@ It owns the clock, the connections and the threads, and decides nothing: `gate.r
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
@@ -39,8 +40,10 @@ if TYPE_CHECKING:
     from syncguard.rpc.credentials import ChannelCredentials
     from syncguard.spec import Box
 
+log = logging.getLogger("syncguard.gate")
 Records: TypeAlias = "ReplayRecord | Sequence[ReplayRecord] | None"
 _PARALLEL_MAX = 64
+_WATCH_INTERVAL_S = 1.0
 
 
 class Router(Protocol):
@@ -88,7 +91,9 @@ class Gate:
         progress: Called from worker threads with each step.
         timeout_s: Longest time for calls that only ask.
         verify_timeout_s: Longest time of one verification.
-        clock: Seconds since the Unix epoch.
+        watch_interval_s: Seconds between two looks at all agents in the background, so that routers follow between
+            calls too; 0 for none, None for 1 where there are routers.
+        clock: Seconds that never go back, for leases and deadlines.
 
     Raises:
         UsageError: No agents, one named twice, or credentials that cannot be used.
@@ -105,9 +110,10 @@ class Gate:
         progress: Callable[[Progress], None] | None = None,
         timeout_s: float = 10.0,
         verify_timeout_s: float = 600.0,
-        clock: Callable[[], float] = time.time,
+        watch_interval_s: float | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Open the channels; nothing is sent yet."""
+        """Open the channels, and begin to watch where that is wanted."""
         if not agents or len(set(agents)) != len(agents):
             raise UsageError("agents of a gate", expected="one address or more, each once", found=list(agents))
         self.policy = policy if policy is not None else GatePolicy()
@@ -128,7 +134,17 @@ class Gate:
         self._wanted = ""
         self._published_s = 0.0
         self._admitted: dict[str, bool | None] = dict.fromkeys(agents)
+        # What was asked before a newer announcement or verification is older than what came of that.
+        self._generations = dict.fromkeys(agents, 0)
+        self._pushing: set[str] = set()
+        self._routing = {address: threading.RLock() for address in agents}
         self._pool = ThreadPoolExecutor(min(_PARALLEL_MAX, len(agents)), thread_name_prefix="gate")
+        if watch_interval_s is None:
+            watch_interval_s = _WATCH_INTERVAL_S if routers else 0.0
+        self._stop = threading.Event()
+        self._watcher = threading.Thread(target=self._watch, args=(watch_interval_s,), name="gate-watch", daemon=True)
+        if watch_interval_s:
+            self._watcher.start()
 
     def __enter__(self) -> Gate:  # noqa: PYI034 - no subclasses are meant
         """Return the gate."""
@@ -140,6 +156,9 @@ class Gate:
 
     def close(self) -> None:
         """Close the channels and end the threads; workers keep their readiness."""
+        self._stop.set()
+        if self._watcher.is_alive():
+            self._watcher.join()
         self._pool.shutdown(wait=True, cancel_futures=True)
         for client in self._clients.values():
             client.close()
@@ -172,17 +191,24 @@ class Gate:
         chosen = self._chosen(workers)
 
         def announce(address: str) -> Readiness:
-            # Out of the routers first: a push must not begin while one of them may still send requests.
-            self._route(address, ready=False, because=f"{target} is about to be pushed")
+            with self._lock:
+                self._generations[address] += 1
+                self._pushing.add(address)
+            told = False
             try:
+                # Out of the routers first: a push must not begin while one of them may still send requests.
+                self._route(address, ready=False, because=f"{target} is about to be pushed")
+                told = True
                 name, readiness = self._clients[address].announce(target, records, rollback_because=rollback_because)
-            except VersionOrderError:
-                raise
             except SyncguardError as error:
-                self._put(address, unreachable=error.text())
-                return Readiness(ReadinessState.PENDING, "unreachable", error.text(), since_s=self._clock())
+                if not told or isinstance(error, VersionOrderError):
+                    self._put(address, pushing=False)
+                    raise
+                # The push may go on without this one, so it stays out until it is announced again or verified.
+                self._put(address, pushing=True, unreachable=error.text())
+                return Readiness(ReadinessState.PENDING, "unreachable", error.text(), since_s=time.time())
             self._names[address] = name
-            self._put(address, worker=name, readiness=readiness, unreachable="", seen_s=self._clock())
+            self._put(address, pushing=False, worker=name, readiness=readiness, unreachable="", seen_s=self._clock())
             return readiness
 
         return list(self._pool.map(announce, chosen))
@@ -219,13 +245,14 @@ class Gate:
             self._verify(address, message)
 
         list(self._pool.map(verify, first))
-        if not first or self._states[first[0]].readiness_state is ReadinessState.READY:
+        if all(self._states[address].readiness_state is ReadinessState.READY for address in first):
             list(self._pool.map(verify, rest))
-        decision = self.decision()
-        for worker in decision.workers:
-            state = self._states[self._address(worker.worker)]
-            if worker.action is Action.QUARANTINE and state.faults_in_row >= self.policy.quarantine_after:
-                self.quarantine(worker.worker, worker.reason)
+        # Asked again: those that were quick may have changed while the others were verified.
+        decision = self.decision(refresh=True)
+        for address, worker in zip(self._clients, decision.workers, strict=True):
+            faults = self._states[address].faults_in_row
+            if worker.action is Action.QUARANTINE and faults >= self.policy.quarantine_after:
+                self._quarantine(address, worker.reason)
         return decision
 
     def expect(self, version: str) -> None:
@@ -238,10 +265,11 @@ class Gate:
             return tuple(self._verdicts[address] for address in self._clients if address in self._verdicts)
 
     def decision(self, *, refresh: bool = False) -> Decision:
-        """Return what to do now.
+        """Return what to do now, by answers that are younger than their agents' leases.
 
         Args:
-            refresh: Ask every agent for its readiness first.
+            refresh: Ask every agent for its readiness first; without it, what was READY is PENDING once its lease is
+                over.
         """
         if refresh:
             list(self._pool.map(self._look, self._clients))
@@ -251,7 +279,9 @@ class Gate:
 
     def quarantine(self, worker: str, because: str) -> None:
         """Take a worker out until it is released."""
-        address = self._address(worker)
+        self._quarantine(self._address(worker), because)
+
+    def _quarantine(self, address: str, because: str) -> None:
         self._put(address, quarantined=because)
         self._route(address, ready=False, because=because)
 
@@ -288,13 +318,19 @@ class Gate:
             if self._progress is not None:
                 self._progress(Progress(name, step, fraction))
 
+        with self._lock:
+            self._generations[address] += 1
         try:
             found = self._clients[address].send(message, progress)
             unreachable = ""
         except SyncguardError as error:
-            found = _failed(name, address, error, self._clock())
+            found = _failed(name, address, error, time.time())
             unreachable = error.text() if isinstance(error, UnreachableError) else ""
         with self._lock:
+            self._generations[address] += 1
+            generation = self._generations[address]
+            if not unreachable:
+                self._pushing.discard(address)
             self._verdicts[address] = found
             self._states[address] = replace(
                 self._states[address],
@@ -306,21 +342,54 @@ class Gate:
                 unreachable=unreachable,
             )
         self._names[address] = found.worker
-        self._follow(address)
+        self._follow(address, generation)
 
-    def _refresh(self, address: str) -> None:
+    def _refresh(self, address: str) -> int:
+        """Ask an agent for its readiness; an answer that is older than what is known tells the name only.
+
+        Returns:
+            The generation that the answer is of.
+        """
+        with self._lock:
+            generation, lease_s = self._generations[address], self._states[address].lease_s
+        asked_s = self._clock()
+        changes: dict[str, object]
         try:
-            status = self._clients[address].status(brief=True)
+            # Silence is noticed within the lease.
+            status = self._clients[address].status(brief=True, timeout_s=max(lease_s, 1.0))
         except SyncguardError as error:
-            self._put(address, unreachable=error.text())
-            return
-        self._names[address] = status.worker
-        self._put(address, worker=status.worker, readiness=status.readiness, seen_s=self._clock(), unreachable="")
+            name, changes = None, {"unreachable": error.text()}
+        else:
+            self._names[address] = name = status.worker
+            changes = {"readiness": status.readiness, "lease_s": status.lease_s, "seen_s": asked_s, "unreachable": ""}
+        with self._lock:
+            state = self._states[address]
+            current = self._generations[address] == generation and address not in self._pushing
+            if not current or asked_s < state.seen_s:
+                changes = {}
+            self._states[address] = replace(state, worker=name or state.worker, **changes)  # type: ignore[arg-type]
+        return generation
 
     def _look(self, address: str) -> None:
-        self._refresh(address)
+        generation = self._refresh(address)
         if self._routers:
-            self._follow(address)
+            self._follow(address, generation)
+
+    def _watch(self, interval_s: float) -> None:
+        """Look at all agents again and again; one that answers late does not hold up the others."""
+        looks: dict[str, Future[None]] = {}
+        with ThreadPoolExecutor(min(_PARALLEL_MAX, len(self._clients)), thread_name_prefix="gate-look") as pool:
+            while not self._stop.wait(interval_s):
+                for address in self._clients:
+                    last = looks.get(address)
+                    if last is not None and not last.done():
+                        continue
+                    if last is not None and (failed := last.exception()) is not None:
+                        log.error("looking at %s failed: %r", address, failed)
+                    try:
+                        looks[address] = pool.submit(self._look, address)
+                    except RuntimeError:  # the interpreter ends, and nobody closed the gate
+                        return
 
     def _learn_name(self, address: str) -> None:
         if self._names[address] == address:
@@ -339,8 +408,11 @@ class Gate:
             self._wanted = wanted
             self._published_s = self._clock()
 
-    def _put(self, address: str, **changes: object) -> None:
+    def _put(self, address: str, *, pushing: bool | None = None, **changes: object) -> None:
         with self._lock:
+            self._generations[address] += 1
+            if pushing is not None:
+                (self._pushing.add if pushing else self._pushing.discard)(address)
             self._states[address] = replace(self._states[address], **changes)  # type: ignore[arg-type]
 
     def _route(self, address: str, *, ready: bool, because: str) -> None:
@@ -349,34 +421,55 @@ class Gate:
         Raises:
             UnreachableError: A router did not answer or refused.
         """
-        if self._admitted[address] is ready or not self._routers:
-            return
-        self._admitted[address] = None
-        self._learn_name(address)
-        for router in self._routers:
-            if ready:
-                router.admit(self._names[address])
-            else:
-                router.remove(self._names[address], because)
-        self._admitted[address] = ready
+        with self._routing[address]:
+            if self._admitted[address] is ready or not self._routers:
+                return
+            self._admitted[address] = None
+            self._learn_name(address)
+            for router in self._routers:
+                if ready:
+                    router.admit(self._names[address])
+                else:
+                    router.remove(self._names[address], because)
+            self._admitted[address] = ready
 
-    def _follow(self, address: str) -> None:
-        """Let the routers follow what is known of a worker; a router that fails keeps the worker from READY."""
-        with self._lock:
-            state = self._states[address]
-        told = state.readiness
-        # READY at its own version: a worker that waits for its turn in a rolling update goes on serving.
-        ready = state.readiness_state is ReadinessState.READY and not state.quarantined and not state.unreachable
-        try:
-            self._route(address, ready=ready, because=told.message if told is not None else "never verified")
-        except SyncguardError as error:
-            self._put(address, unreachable=f"router: {error.text()}")
+    def _follow(self, address: str, generation: int) -> None:
+        """Let the routers follow what is known of a worker; a router that fails keeps the worker from READY.
+
+        Nothing is done when something newer is under way: a worker must not be admitted while it is pushed to.
+        """
+        with self._routing[address]:
+            with self._lock:
+                if self._generations[address] != generation or address in self._pushing:
+                    return
+                state = self._states[address]
+            told = state.readiness
+            # READY at its own version: a worker that waits for its turn in a rolling update goes on serving.
+            ready = state.readiness_state is ReadinessState.READY and not state.quarantined and not state.unreachable
+            because = told.message if told is not None else "never verified"
+            try:
+                self._route(address, ready=ready and not self._shares_name(address), because=because)
+                if ready and self._shares_name(address):  # its namesake answered meanwhile
+                    self._route(address, ready=False, because="several agents have its name")
+            except SyncguardError as error:
+                self._put(address, unreachable=f"router: {error.text()}")
+
+    def _shares_name(self, address: str) -> bool:
+        """Return whether another agent has the name: a router that knows names cannot tell the two apart."""
+        return list(self._names.values()).count(self._names[address]) > 1
 
     def _address(self, worker: str) -> str:
         for attempt in range(2):
-            for address, name in self._names.items():
-                if worker in (name, address):
-                    return address
+            found = [address for address, name in self._names.items() if worker in (name, address)]
+            if len(found) > 1:
+                raise UsageError(
+                    "a name of several agents",
+                    expected="one agent a name",
+                    found=f"{worker}: {', '.join(found)}",
+                    todo="start each agent with a --worker of its own, or name it by its address here",
+                )
+            if found:
+                return found[0]
             if not attempt:  # names are known after the first answer of each agent
                 list(self._pool.map(self._learn_name, self._clients))
         raise UsageError("no such worker", expected=" ".join(self._names.values()), found=worker)

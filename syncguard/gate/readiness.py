@@ -6,6 +6,7 @@ policy says whether enough are READY (PROCEED), whether to wait, or whether the 
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING
@@ -75,6 +76,7 @@ class WorkerState:
         faults_in_row: Versions in a row at which the worker was faulty.
         quarantined: Why it takes no part; empty when it does.
         unreachable: Why the agent did not answer the last call; empty when it did.
+        lease_s: An answer of this agent older than this is no answer.
     """
 
     worker: str
@@ -85,6 +87,7 @@ class WorkerState:
     faults_in_row: int = 0
     quarantined: str = ""
     unreachable: str = ""
+    lease_s: float = float("inf")
 
     @property
     def readiness_state(self) -> ReadinessState:
@@ -100,7 +103,7 @@ class FleetState:
         wanted: Weight version label that workers must reach; empty before anything was published.
         published_s: When it was published.
         workers: The workers, in a fixed order.
-        lease_s: An answer older than this is no answer.
+        lease_s: An answer older than this is no answer; an agent's own lease may be shorter.
     """
 
     wanted: str = ""
@@ -168,19 +171,23 @@ def decide(now_s: float, state: FleetState, policy: GatePolicy) -> Decision:
     """
     if not state.wanted:
         return Decision(Action.WAIT, "no version was published yet")
-    workers = tuple(_worker(now_s, worker, state, policy) for worker in state.workers)
+    names = Counter(worker.worker for worker in state.workers)
+    workers = tuple(_worker(now_s, worker, state, policy, shared=names[worker.worker] > 1) for worker in state.workers)
     findings = fleet_findings(state.wanted, [(w.worker, w.verdict) for w in state.workers if not w.quarantined])
     action, reason = _Fleet(state, policy, workers, findings, now_s - state.published_s).decide()
     return Decision(action, reason, state.wanted, workers, findings)
 
 
-def _worker(now_s: float, worker: WorkerState, state: FleetState, policy: GatePolicy) -> WorkerDecision:
-    readiness = _usable(now_s, worker, state)
+def _worker(
+    now_s: float, worker: WorkerState, state: FleetState, policy: GatePolicy, *, shared: bool
+) -> WorkerDecision:
+    readiness = _usable(now_s, worker, state, shared=shared)
     if worker.quarantined:
         return WorkerDecision(worker.worker, readiness, Action.QUARANTINE, worker.quarantined)
     if readiness.state is ReadinessState.READY:
         return WorkerDecision(worker.worker, readiness, Action.PROCEED, readiness.message)
-    if worker.verdict is None or worker.verdict.status is VerdictStatus.MATCH:
+    # With a shared name a push cannot help, and whom a quarantine would meet is unknown.
+    if shared or worker.verdict is None or worker.verdict.status is VerdictStatus.MATCH:
         return WorkerDecision(worker.worker, readiness, Action.WAIT, readiness.message)
     said = f"{worker.verdict.status.value.lower()}: {worker.verdict.reason}"
     if worker.faults_in_row >= policy.quarantine_after:
@@ -194,18 +201,20 @@ def _worker(now_s: float, worker: WorkerState, state: FleetState, policy: GatePo
     )
 
 
-def _usable(now_s: float, worker: WorkerState, state: FleetState) -> Readiness:
+def _usable(now_s: float, worker: WorkerState, state: FleetState, *, shared: bool) -> Readiness:
     """Return the readiness as the gate may use it: any doubt is PENDING."""
     told = worker.readiness
     if told is None or worker.unreachable:
         why = worker.unreachable or "the agent has not answered yet"
-        return Readiness(ReadinessState.PENDING, "unreachable", why, since_s=worker.seen_s)
+        return Readiness(ReadinessState.PENDING, "unreachable", why, since_s=told.since_s if told is not None else 0.0)
+    if shared:
+        why = f"several agents have the name {worker.worker}; start each with a --worker of its own"
+        return Readiness(ReadinessState.PENDING, "duplicate_name", why, told.weight_version, told.since_s)
     if told.state is not ReadinessState.READY:
         return told
-    if now_s - worker.seen_s > state.lease_s:
-        return Readiness(
-            ReadinessState.PENDING, "unreachable", f"no answer for {now_s - worker.seen_s:.1f} s", since_s=worker.seen_s
-        )
+    if now_s - worker.seen_s > min(state.lease_s, worker.lease_s):
+        why = f"no answer for {now_s - worker.seen_s:.1f} s"
+        return Readiness(ReadinessState.PENDING, "unreachable", why, since_s=told.since_s)
     if told.weight_version != state.wanted:
         return Readiness(
             ReadinessState.PENDING,

@@ -79,6 +79,7 @@ class GateDaemon:
         self._serial = 0
         self._decision = gate.decision()
         self._listeners: list[Callable[[Decision], None]] = []
+        self._asking = threading.Lock()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="gate-daemon", daemon=True)
 
@@ -122,6 +123,15 @@ class GateDaemon:
         with self._changed:
             self._changed.wait_for(lambda: self._serial > after, timeout_s)
             return self._serial, self._decision
+
+    def fresh(self) -> Decision:
+        """Ask the agents, unless somebody does so already, and return the decision."""
+        if self._asking.acquire(blocking=False):
+            try:
+                self._look()
+            finally:
+                self._asking.release()
+        return self.gate.decision()
 
     def _run(self) -> None:
         while not self._stop.is_set():
@@ -235,9 +245,9 @@ class GateServicer(rpc.GateServiceServicer):  # type: ignore[misc] # generated c
         return _guarded(context, publish)
 
     def GetDecision(self, _request: Any, _context: Any) -> Any:  # noqa: N802
-        """Return the decision as of now."""
-        gate = self._daemon.gate
-        return pb.GetDecisionResponse(decision=decision_to_proto(gate.decision(), gate.workers()))
+        """Return the decision as of now: the agents are asked for it."""
+        decision = self._daemon.fresh()
+        return pb.GetDecisionResponse(decision=decision_to_proto(decision, self._daemon.gate.workers()))
 
     def WatchDecision(self, _request: Any, context: Any) -> Iterator[Any]:  # noqa: N802
         """Stream the decision, then each change, until the caller leaves."""

@@ -27,12 +27,13 @@ _ACTIONS_BACK: Final = {number: action for action, number in _ACTIONS.items()}
 
 def decision_to_proto(decision: Decision, workers: Sequence[WorkerState]) -> Any:
     """Return the message of a decision, each worker with the gravest findings of its verdict."""
-    verdicts = {state.worker: state.verdict for state in workers}
+    # By place: names may be shared.
+    verdicts = [state.verdict for state in workers] if decision.workers else []
     return pb.Decision(
         action=_ACTIONS[decision.action],
         reason=decision.reason,
         weight_version=decision.weight_version,
-        workers=[_worker_to_proto(worker, verdicts.get(worker.worker)) for worker in decision.workers],
+        workers=[_worker_to_proto(*pair) for pair in zip(decision.workers, verdicts, strict=True)],
         findings=[finding_to_proto(finding) for finding in decision.findings],
     )
 
