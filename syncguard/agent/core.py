@@ -358,7 +358,7 @@ def _against(state: AgentState, event: EvidenceAgainst) -> _Outcome:
     held = state.held if state.held is not None else state.lapsed
     if held is None or held.fence != event.fence or held.manifest_id != event.manifest_id:
         return state, (), "late_evidence"
-    return _to(state, Phase.BLOCKED, event.reason, event.message)
+    return _to(state, Phase.INSTALLED if event.doubt else Phase.BLOCKED, event.reason, event.message)
 
 
 def _newest(state: AgentState, version: WeightVersion) -> tuple[WeightVersion, str] | None:

@@ -104,12 +104,21 @@ class VerifyFinished:
 
 @dataclass(frozen=True, slots=True)
 class EvidenceAgainst:
-    """A scrub, or an audit by the very manifest that made the worker ready, found a difference under this fence."""
+    """A scrub, or an audit by the very manifest that made the worker ready, found a difference under this fence.
+
+    Attributes:
+        fence: Where it was found.
+        manifest_id: What had been proven.
+        reason: Stable word.
+        message: One sentence.
+        doubt: Nothing is known to be wrong, but what was proven no longer speaks of what is there.
+    """
 
     fence: Fence
     manifest_id: str
     reason: str
     message: str
+    doubt: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -143,6 +143,10 @@ class Watcher:
             except SyncguardError as error:
                 log.info("%s: no scrub: %s", agent.worker, error)
                 return
+        if rebalanced(proven.observation, observed):
+            words = "experts changed places since they were proven, and no update was seen; verify again"
+            agent.apply(EvidenceAgainst(Fence.of(status), held.manifest_id, "rebalance", words, doubt=True))
+            return
         different = difference(proven.observation, observed)
         if different:
             agent.apply(
@@ -174,6 +178,23 @@ class Watcher:
         elif found.verdict.status is VerdictStatus.MISMATCH and found.fence is not None:
             reason = gravest_code(found.verdict)
             agent.apply(EvidenceAgainst(found.fence, lapsed.manifest_id, reason, found.verdict.reason))
+
+
+def rebalanced(proven: WorkerObservation, observed: WorkerObservation) -> bool:
+    """Return whether the same resident views hold other parts of the model than before, as after EPLB."""
+
+    def views(observation: WorkerObservation, *, parts: bool) -> list[object]:
+        return [
+            (
+                layout.rank,
+                layout.residents,
+                [(binding.resident, binding.ops, binding.shard if parts else None) for binding in layout.bindings],
+            )
+            for layout in sorted(observation.layouts, key=lambda layout: layout.rank)
+        ]
+
+    moved = views(proven, parts=True) != views(observed, parts=True)
+    return moved and views(proven, parts=False) == views(observed, parts=False)
 
 
 def difference(proven: WorkerObservation, observed: WorkerObservation) -> str:

@@ -22,6 +22,7 @@ from syncguard.cli.agent import default_worker_name
 from syncguard.engines.local import LocalEngine, LocalWorker
 from syncguard.export.checkpoint import export_checkpoint
 from syncguard.gate.client import AgentClient
+from syncguard.layout.model import RankLayout
 from syncguard.manifest.verdict import FindingCode, ReadinessState
 from syncguard.spec import WeightVersion
 
@@ -257,3 +258,35 @@ def test_the_default_name_of_a_worker_names_its_machine(monkeypatch: pytest.Monk
         monkeypatch.setattr("socket.gethostname", lambda machine=machine: machine)
         names.add(default_worker_name("http://127.0.0.1:30000/"))
     assert names == {"127.0.0.1:30000@node1", "127.0.0.1:30000@node2"}
+
+
+def test_a_scrub_after_experts_changed_places_asks_for_a_new_verification():
+    agent, engine = ready_agent(Clock())
+    plain = engine._layout
+    moved = {"layers.0.weight": "layers.1.weight", "layers.1.weight": "layers.0.weight"}
+    for shard in engine.shards:
+        shard["layers.0.weight"], shard["layers.1.weight"] = shard["layers.1.weight"], shard["layers.0.weight"]
+
+    def swapped(rank: int) -> RankLayout:
+        layout = plain(rank)
+        bindings = tuple(
+            replace(b, shard=replace(b.shard, tensor=replace(b.shard.tensor, fqn=moved.get(b.resident, b.resident))))
+            for b in layout.bindings
+        )
+        return replace(layout, bindings=bindings).sealed()
+
+    engine._layout = swapped
+    agent.watcher.scrub()
+    assert (agent.readiness.state, agent.readiness.reason) == (ReadinessState.PENDING, "rebalance")
+    agent.watcher.poll()
+    assert agent.readiness.state is ReadinessState.PENDING, "it does not come back by itself"
+    outcome = agent.verify(VerifyRequest(manifest_of(T1, "run@1"), (record_of(T0, T1),)))
+    assert outcome.readiness.state is ReadinessState.READY
+
+
+def test_a_scrub_that_finds_other_resident_tensors_blocks():
+    agent, engine = ready_agent(Clock())
+    engine.shards[1]["layers.9.weight"] = engine.shards[1]["layers.0.weight"].copy()
+    agent.watcher.scrub()
+    assert agent.readiness.state is ReadinessState.BLOCKED
+    assert "another layout" in agent.readiness.message
