@@ -24,6 +24,7 @@ class RankStatus:
         epoch: Finished weight updates since its start.
         updating: An update session is open.
         probe_version: Version of syncguard in the rank.
+        flushes: Prefix caches that the rank emptied since its start; 0 when it does not count them.
     """
 
     rank: RankIdentity
@@ -31,6 +32,7 @@ class RankStatus:
     epoch: int
     updating: bool
     probe_version: str
+    flushes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -78,6 +78,7 @@ class RankProbe:
         self._version = probe_version()
         self._epoch = 0
         self._open_updates = 0
+        self._flushes = 0
         self._bound: dict[tuple[Any, ...], _Bound] = {}
         self._places: tuple[Any, ...] = ()
         self._addresses: dict[str, int] = {}
@@ -97,6 +98,10 @@ class RankProbe:
         if not self._open_updates and self._bound and _signature(self._get_model())[1] != self._places:
             self._bound.clear()
 
+    def cache_flushed(self) -> None:
+        """Note that this rank emptied its prefix cache."""
+        self._flushes += 1
+
     def status(self) -> RankStatus:
         """Return the cheap part of an observation."""
         return RankStatus(
@@ -105,6 +110,7 @@ class RankProbe:
             epoch=self._epoch,
             updating=self._open_updates > 0,
             probe_version=self._version,
+            flushes=self._flushes,
         )
 
     def layout(self) -> RankLayout:

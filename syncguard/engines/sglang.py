@@ -75,6 +75,7 @@ class SglangEngine:
         self._vocab_size = 0
         self._engine = ""
         self._replicas = 1
+        self._schedulers = 1
         self._described: frozenset[str] | None = None
 
     def __enter__(self) -> Self:
@@ -95,7 +96,8 @@ class SglangEngine:
         if incarnations != self._described:  # another server may answer at this address since
             server = self._get_json("/server_info")
             # Whole data-parallel replicas; with DP attention the ranks of all are in one tensor-parallel group.
-            self._replicas = 1 if server.get("enable_dp_attention") else int(server.get("dp_size") or 1)
+            self._schedulers = int(server.get("dp_size") or 1)
+            self._replicas = 1 if server.get("enable_dp_attention") else self._schedulers
             self._engine = f"sglang {server.get('version', '')}".strip()
             self._described = incarnations
         return EngineStatus(
@@ -123,7 +125,26 @@ class SglangEngine:
         return tuple(unpack_observation(answer) for answer in answers)
 
     def flush(self) -> FlushResult:
-        """Empty the prefix cache; anything but 200 with SGLang's own confirmation is not confirmed."""
+        """Empty the prefix cache; anything but 200 with SGLang's own confirmation is not confirmed.
+
+        Of several data-parallel schedulers SGLang repeats the answer of one (`tokenizer_control_mixin.py`, 0.5.23), so
+        that each rank's own count must have grown.
+        """
+        before = self.status() if self._described is None or self._schedulers > 1 else None
+        if before is None or self._schedulers == 1:
+            return self._flush()
+        said = self._flush()
+        counts = {(rank.rank, rank.incarnation): rank.flushes for rank in before.ranks}
+        after = self.status().ranks
+        kept = [str(r.rank) for r in after if r.flushes <= counts.get((r.rank, r.incarnation), r.flushes)]
+        if said.confirmed and (kept or len(after) != before.expected_ranks):
+            words = (
+                f"one of {self._schedulers} schedulers confirmed, but not {', '.join(kept) or 'every rank answered'}"
+            )
+            return FlushResult(confirmed=False, detail=words)
+        return said
+
+    def _flush(self) -> FlushResult:
         response = self._send("POST", "/flush_cache", {}, accept_errors=True)
         words = response.text.strip().splitlines()[0] if response.text.strip() else f"HTTP {response.status_code}"
         return FlushResult(response.status_code == httpx.codes.OK and words.startswith("Cache flushed"), words)

@@ -6,7 +6,8 @@ SGLang (0.5.23, `srt/plugins/__init__.py`) calls `install` in each of its proces
   rank's scheduler thread, gathered over the tensor-parallel group, and returned by HTTP (the one channel that reaches
   every rank, waits for no request, works while generation is paused, and needs no session that would rewrite weights);
 - AROUND hooks on everything that can change weights, so that each rank counts its updates: the update calls and sessions
-  of `SchedulerWeightUpdaterManager`, memory release and resume, moves of experts, and the checker's own `reset_tensors`.
+  of `SchedulerWeightUpdaterManager`, memory release and resume, moves of experts, and the checker's own `reset_tensors`;
+- an AROUND hook on the flush of the prefix cache, so that each rank counts those that it did.
 
 Observations and updates run on the same thread, so a single rank's reading never sees half an update.
 """
@@ -40,6 +41,7 @@ ANSWER_KEY: Final = "syncguard"
 CHECKER: Final = "sglang.srt.utils.weight_checker.WeightChecker.handle"
 MANAGER: Final = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
 SCHEDULER: Final = "sglang.srt.managers.scheduler.Scheduler"
+FLUSH: Final = f"{SCHEDULER}.flush_cache"
 # Each call below is one update, finished when it returns, well or not: a failed one may have written a part.
 UPDATE_CALLS: Final = (
     f"{MANAGER}.update_weights_from_disk",
@@ -71,6 +73,7 @@ class ProcessProbes:
         self._probes: dict[str, RankProbe] = {}
         self._finished = 0
         self._open = 0
+        self._flushes = 0
 
     def started(self) -> None:
         """Count an update that began."""
@@ -85,6 +88,12 @@ class ProcessProbes:
         for probe in self._probes.values():
             probe.update_finished()
 
+    def flushed(self) -> None:
+        """Count a prefix cache that was emptied."""
+        self._flushes += 1
+        for probe in self._probes.values():
+            probe.cache_flushed()
+
     def of(self, checker: Any, role: str) -> RankProbe:
         """Return the probe of a role, made at its first use from SGLang's own `WeightChecker`.
 
@@ -98,6 +107,8 @@ class ProcessProbes:
                 probe.update_finished()
             for _ in range(self._open):
                 probe.update_started()
+            for _ in range(self._flushes):
+                probe.cache_flushed()
             # Choosing and compiling the digest is paid at the agent's first question, not in the first verification.
             warm_up(device_of(checker._get_model()))  # noqa: SLF001 - as above
             self._probes[role] = probe
@@ -210,6 +221,13 @@ class ProbeHooks:
         finally:
             self._probes.finished()
 
+    def on_flush(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        """Count a flush that this rank did and did not refuse."""
+        done = original(*args, **kwargs)
+        if done:
+            self._probes.flushed()
+        return done
+
     def in_session(self, original: Any, *args: Any, **kwargs: Any) -> Any:
         """Count an update call that only works inside a session."""
         if getattr(args[0], "_session", None) is None:
@@ -242,6 +260,7 @@ def install() -> None:
     hooks = ProbeHooks(ProcessProbes(), WATCHED)
     targets = {
         CHECKER: hooks.on_check,
+        FLUSH: hooks.on_flush,
         SESSION_BOUNDS[0]: hooks.on_begin,
         SESSION_BOUNDS[1]: hooks.on_end,
         **dict.fromkeys(UPDATE_CALLS, hooks.counted),

@@ -104,3 +104,61 @@ def test_a_restarted_server_with_more_replicas_is_asked_again_how_many_there_are
         assert engine.status().expected_ranks == 1
         state.update(incarnation="b", replicas=2)
         assert engine.status().expected_ranks == 2
+
+
+def test_a_rank_counts_the_flushes_that_it_did_and_not_those_that_it_refused():
+    probes = ProcessProbes()
+    hooks = ProbeHooks(probes)
+    assert hooks.on_flush(lambda _scheduler, empty_cache=True: empty_cache, None) is True
+    assert asked(hooks).status.flushes == 1, "also before the probe was made"
+    assert hooks.on_flush(lambda _scheduler: False, None) is False
+    assert asked(hooks).status.flushes == 1
+    assert hooks.on_flush(lambda _scheduler: True, None) is True
+    assert asked(hooks).status.flushes == 2
+    assert sglang_probe.missing_targets([sglang_probe.FLUSH]) == ()
+
+
+class Replicas:
+    """A server of data-parallel replicas that answers a flush with what its first replica said, as SGLang does."""
+
+    def __init__(self, count: int, refusing: frozenset[int] = frozenset(), *, attention: bool = False) -> None:
+        self.flushes = [0] * count
+        self.refusing = refusing
+        self.attention = attention
+
+    def handle(self, request: httpx.Request) -> httpx.Response:
+        count = len(self.flushes)
+        if request.url.path == "/server_info":
+            return httpx.Response(200, json={"dp_size": count, "enable_dp_attention": self.attention})
+        if request.url.path == "/model_info":
+            return httpx.Response(200, json={"model_path": "tiny", "weight_version": "run@1"})
+        if request.url.path == "/flush_cache":
+            self.flushes = [n + (i not in self.refusing) for i, n in enumerate(self.flushes)]
+            return httpx.Response(200, text="Cache flushed.\n") if 0 not in self.refusing else httpx.Response(400)
+        ranks = []
+        for index, flushes in enumerate(self.flushes):
+            place = RankIdentity(tp_rank=index, tp_size=count) if self.attention else RankIdentity(dp_rank=index)
+            status = RankStatus(place, "a", 0, updating=False, probe_version="1", flushes=flushes)
+            text = encode_answer(ProbeAnswer(status=status))
+            info = [{"size": count if self.attention else 1}]
+            ranks.append({"checksums": {ANSWER_KEY: text}, "parallelism_info": info})
+        return httpx.Response(200, json={"success": True, "ranks": ranks})
+
+
+@pytest.mark.parametrize("attention", [False, True])
+def test_a_flush_that_one_replica_of_several_refused_is_not_confirmed(attention):
+    replicas = Replicas(3, frozenset({2}), attention=attention)
+    with SglangEngine("http://worker", transport=httpx.MockTransport(replicas.handle)) as engine:
+        refused = engine.flush()
+        assert not refused.confirmed
+        assert refused.detail.endswith("but not " + ("tp2/3" if attention else "tp0/1"))
+        replicas.refusing = frozenset()
+        assert engine.flush().confirmed
+        replicas.refusing = frozenset({0})
+        assert not engine.flush().confirmed
+
+
+def test_a_single_scheduler_is_believed_by_its_own_words():
+    replicas = Replicas(1)
+    with SglangEngine("http://worker", transport=httpx.MockTransport(replicas.handle)) as engine:
+        assert engine.flush().confirmed
