@@ -262,7 +262,7 @@ class Loop:
         verify_s = time.perf_counter() - started
         (outcome,) = self.gate.verdicts()
         scored = outcome.record
-        diagnosis = diagnose(generated_here(scored), self.gate.replay_policy) if scored is not None else None
+        diagnosis = diagnose(scored, self.gate.replay_policy) if scored is not None else None
         stale = frozenset(f.fqn for f in outcome.verdict.findings if f.code in _STALE and f.fqn)
         result = StepResult(
             step, str(version), outcome, (), diagnosis, push_s, verify_s, stale=stale, held_back=held_back
@@ -315,19 +315,6 @@ _STALE = {FindingCode.STALE, FindingCode.REPLICA_DIFFERS}
 def _bare(record: ReplayRecord) -> ReplayRecord:
     """Return the record with A only."""
     return replace(record, scores={A: record.scores[A]})
-
-
-def generated_here(record: ReplayRecord) -> ReplayRecord:
-    """Return a record that was generated at the version it was verified at, with its scores named so.
-
-    In a record `old` is the state that generated the response; a response that was not carried across an update has
-    only that state.
-    """
-    if any(key.state == "old" for key in record.scores if key.path != "A"):
-        return record
-    return replace(
-        record, scores={key if key == A else replace(key, state="old"): v for key, v in record.scores.items()}
-    )
 
 
 def _equal_bits(left: torch.Tensor, right: torch.Tensor | None) -> bool:

@@ -14,7 +14,7 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
-from syncguard.cli.demo.loop import StepResult, generated_here
+from syncguard.cli.demo.loop import StepResult
 from syncguard.cli.output import findings_table
 from syncguard.manifest.verdict import ReadinessState
 from syncguard.replay import compare_scores
@@ -157,7 +157,7 @@ def scores_table(result: StepResult) -> Table | None:
     record = result.record
     if record is None:
         return None
-    record = generated_here(record)
+    record = record.at_one_state()
     table = Table(
         title=f"{result.step.name}: scores of the saved response, nats", title_justify="left", box=None, pad_edge=False
     )
