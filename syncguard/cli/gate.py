@@ -73,7 +73,8 @@ def gate(
     )
     credentials = client_credentials(ca=tls_ca, cert=tls_cert, key=tls_key, token_file=agent_token_file)
     routers = [SmgRouter.of(smg_url, smg_worker or [])] if smg_url else []
-    fleet = Gate(agents, policy=policy, credentials=credentials, routers=routers)
+    watch_s = interval_s if routers else 0.0
+    fleet = Gate(agents, policy=policy, credentials=credentials, routers=routers, watch_interval_s=watch_s)
     daemon = GateDaemon(fleet, interval_s=interval_s)
     try:
         listening = GateListenOptions(listen, server_tls(tls_ca, tls_cert, tls_key), server_access(allow, token_file))

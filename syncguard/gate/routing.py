@@ -62,11 +62,13 @@ class SmgRouter:
         Raises:
             UsageError: A text is not `NAME=URL`, or there is none.
         """
-        workers = {}
+        workers: dict[str, str] = {}
         for text in pairs:
             name, equals, url = text.partition("=")
             if not equals or not url.startswith("http"):
                 raise UsageError("worker of the gateway", expected="NAME=URL", found=repr(text))
+            if name in workers or url.rstrip("/") in workers.values():
+                raise UsageError("worker of the gateway", expected="each name and each URL once", found=repr(text))
             workers[name] = url.rstrip("/")
         if not workers:
             raise UsageError("no worker of the gateway", expected="--smg-worker NAME=URL for each", found="none")

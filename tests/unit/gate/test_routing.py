@@ -77,7 +77,9 @@ def test_routers_that_do_not_answer_are_unreachable() -> None:
         SmgRouter("http://127.0.0.1:9", {"r0": "http://127.0.0.1:8"}).remove("r0", "test")
 
 
-@pytest.mark.parametrize("pairs", [[], ["r0"], ["r0=ftp://x"]])
+@pytest.mark.parametrize(
+    "pairs", [[], ["r0"], ["r0=ftp://x"], ["r0=http://a", "r0=http://b"], ["r0=http://a", "r1=http://a/"]]
+)
 def test_workers_of_a_gateway_are_named_with_their_urls(pairs: list[str]) -> None:
     with pytest.raises(UsageError):
         SmgRouter.of("http://127.0.0.1:1", pairs)
