@@ -50,3 +50,10 @@ class TestSglangEngine(EngineContract):
             noise_nats=2e-5 if served.dtype == "float32" else 0.15,
             ranks=served.tp,
         )
+
+    def test_each_rank_counts_the_flush_that_it_did(self, rig: Rig):
+        before = {rank.rank: rank.flushes for rank in rig.adapter.status().ranks}
+        assert rig.adapter.flush().confirmed
+        after = {rank.rank: rank.flushes for rank in rig.adapter.status().ranks}
+        assert after == {rank: count + 1 for rank, count in before.items()}
+        assert len(after) == rig.ranks
