@@ -29,7 +29,9 @@ ENGINE_KEY_VARIABLE: Final = "SYNCGUARD_ENGINE_KEY"
 def agent(
     engine_url: Annotated[str, typer.Option(metavar="URL", help="The worker's SGLang server.")],
     *,
-    worker: Annotated[str, typer.Option(help="Name of the worker; by default its host and port, and this machine's name.")] = "",
+    worker: Annotated[
+        str, typer.Option(help="Name of the worker; by default its host and port, and this machine's name.")
+    ] = "",
     listen: Annotated[str, typer.Option(metavar="HOST:PORT", help="gRPC address.")] = "127.0.0.1:50051",
     http_listen: Annotated[
         str, typer.Option(metavar="HOST:PORT", help="/livez, /readyz, /metrics; the status page on loopback only.")
