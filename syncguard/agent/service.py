@@ -11,8 +11,7 @@ from importlib import metadata
 from typing import TYPE_CHECKING, Any, Final
 
 import grpc
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from syncguard.agent.verify import Verification, VerifyRequest, bounded
 from syncguard.engines.base import EngineStatus
@@ -22,11 +21,12 @@ from syncguard.manifest.verdict import Readiness, ReadinessState
 from syncguard.manifest.wire import layout_to_proto, manifest_from_proto, observation_to_proto, version_from_proto
 from syncguard.manifest.wire_verdict import readiness_to_proto, verdict_to_proto
 from syncguard.replay import ReplayPolicy
-from syncguard.rpc.credentials import Access, Role, RoleInterceptor, TlsFiles, check_listen, server_credentials
+from syncguard.rpc.credentials import Access, Role, TlsFiles
 from syncguard.rpc.failures import abort
 from syncguard.rpc.limits import FINDINGS_LIMIT, MANIFEST_ENTRIES_LIMIT, PROMPT_TOKENS_LIMIT, SERVER_OPTIONS
 from syncguard.rpc.records import RecordCollector, record_chunks
 from syncguard.rpc.replay_report import policy_from_proto, report_to_proto
+from syncguard.rpc.server import bind, make_server
 from syncguard.spec import SPEC_VERSION
 from syncguard.v1 import agent_service_pb2 as pb
 from syncguard.v1 import agent_service_pb2_grpc as rpc
@@ -53,8 +53,6 @@ _NEEDED: Final = {
 }
 _WATCHERS_MAX: Final = 16
 _LONG_MAX: Final = 10
-_THREADS: Final = 32
-"""More than watchers and long calls together, so that health, status and announcements are always answered."""
 _PROBE_THREADS: Final = 4
 _STATUS_WAIT_S: Final = 0.1
 """A status waits no longer for a verification: callers that poll would take every thread of the server."""
@@ -342,35 +340,12 @@ class AgentServer:
     def __init__(self, agent: Agent, listen: ListenOptions | None = None) -> None:
         """Bind; `start` serves."""
         options = listen if listen is not None else ListenOptions()
-        check_listen(options.address, options.tls)
         access = options.effective_access()
         self._agent = agent
         self._told: int | None = None
-        self._server = grpc.server(
-            futures.ThreadPoolExecutor(_THREADS, thread_name_prefix="grpc"),
-            interceptors=(RoleInterceptor(access, _NEEDED),),
-            options=SERVER_OPTIONS,
-        )
-        self._health = health.HealthServicer(
-            experimental_non_blocking=True, experimental_thread_pool=futures.ThreadPoolExecutor(1)
-        )
+        self._server, self._health = make_server(SERVICE, access, _NEEDED)
         rpc.add_AgentServiceServicer_to_server(AgentServicer(agent, access), self._server)
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
-        reflection.enable_server_reflection((SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server)
-        try:
-            if options.tls is None:
-                self.port = self._server.add_insecure_port(options.address)
-            else:
-                self.port = self._server.add_secure_port(options.address, server_credentials(options.tls))
-        except RuntimeError as error:
-            raise UsageError(
-                "cannot listen", found=error, where=options.address, todo="choose another port with --listen"
-            ) from error
-        self.address = (
-            options.address
-            if options.address.startswith("unix:")
-            else f"{options.address.rpartition(':')[0]}:{self.port}"
-        )
+        self.port, self.address = bind(self._server, options.address, options.tls)
         self.health_port = 0
         self._probed = None
         if options.health_address:

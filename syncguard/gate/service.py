@@ -9,13 +9,11 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-from concurrent import futures
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final
 
 import grpc
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
+from grpc_health.v1 import health_pb2
 
 from syncguard.errors import BadInputError, IncompleteError, ManifestError, SyncguardError, UsageError
 from syncguard.gate.readiness import Action, Decision
@@ -24,11 +22,12 @@ from syncguard.manifest.codec import check_spec_version
 from syncguard.manifest.wire import manifest_from_proto, version_from_proto
 from syncguard.manifest.wire_verdict import readiness_to_proto
 from syncguard.replay import ReplayPolicy
-from syncguard.rpc.credentials import Access, Role, RoleInterceptor, TlsFiles, check_listen, server_credentials
+from syncguard.rpc.credentials import Access, Role, TlsFiles
 from syncguard.rpc.failures import abort
-from syncguard.rpc.limits import MANIFEST_ENTRIES_LIMIT, SERVER_OPTIONS
+from syncguard.rpc.limits import MANIFEST_ENTRIES_LIMIT
 from syncguard.rpc.records import RecordCollector
 from syncguard.rpc.replay_report import policy_from_proto
+from syncguard.rpc.server import bind, make_server
 from syncguard.v1 import gate_service_pb2 as pb
 from syncguard.v1 import gate_service_pb2_grpc as rpc
 
@@ -47,7 +46,6 @@ _NEEDED: Final = {
     f"/{SERVICE}/GetDecision": Role.OBSERVE,
     f"/{SERVICE}/WatchDecision": Role.OBSERVE,
 }
-_THREADS: Final = 32
 _WATCHERS_MAX: Final = 16
 
 
@@ -323,34 +321,14 @@ class GateServer:
     def __init__(self, daemon: GateDaemon, listen: GateListenOptions | None = None) -> None:
         """Bind; `start` serves."""
         options = listen if listen is not None else GateListenOptions()
-        check_listen(options.address, options.tls)
         if options.access is None:
             options = replace(options, access=Access(anyone=Role.ADMIN if options.tls is None else Role.NONE))
         access = options.access
         assert access is not None
         self._told: dict[str, bool] = {}
-        self._server = grpc.server(
-            futures.ThreadPoolExecutor(_THREADS, thread_name_prefix="grpc"),
-            interceptors=(RoleInterceptor(access, _NEEDED),),
-            options=SERVER_OPTIONS,
-        )
-        self._health = health.HealthServicer(
-            experimental_non_blocking=True, experimental_thread_pool=futures.ThreadPoolExecutor(1)
-        )
+        self._server, self._health = make_server(SERVICE, access, _NEEDED)
         rpc.add_GateServiceServicer_to_server(GateServicer(daemon, access), self._server)
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
-        reflection.enable_server_reflection((SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server)
-        try:
-            if options.tls is None:
-                self.port = self._server.add_insecure_port(options.address)
-            else:
-                self.port = self._server.add_secure_port(options.address, server_credentials(options.tls))
-        except RuntimeError as error:
-            raise UsageError(
-                "cannot listen", found=error, where=options.address, todo="choose another port with --listen"
-            ) from error
-        unix = options.address.startswith("unix:")
-        self.address = options.address if unix else f"{options.address.rpartition(':')[0]}:{self.port}"
+        self.port, self.address = bind(self._server, options.address, options.tls)
         daemon.listen(self._announce)
 
     def _announce(self, decision: Decision) -> None:
