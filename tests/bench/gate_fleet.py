@@ -31,12 +31,27 @@ def agents(count: int, pipe: Connection) -> None:
     class Simulated(rpc.AgentServiceServicer):
         def __init__(self, number: int) -> None:
             self.name = f"r{number}"
+            self.readiness = Readiness(ReadinessState.PENDING, "unknown", "said")
+
+        async def GetStatus(self, _request, _context):  # noqa: N802
+            return pb.GetStatusResponse(
+                worker=self.name,
+                engine="simulated",
+                weight_version_label="run@1",
+                expected_ranks=1,
+                state=self.readiness.state.value,
+                readiness=readiness_to_proto(self.readiness),
+                incarnation=self.name,
+                spec_version=1,
+                lease_s=5.0,
+                poll_interval_s=1.0,
+            )
 
         async def AnnounceUpdate(self, requests, _context):  # noqa: N802
             async for _ in requests:
                 pass
-            readiness = Readiness(ReadinessState.PENDING, "update_announced", "said", "run@1")
-            return pb.AnnounceUpdateResponse(readiness=readiness_to_proto(readiness), worker=self.name)
+            self.readiness = Readiness(ReadinessState.PENDING, "update_announced", "said", "run@1")
+            return pb.AnnounceUpdateResponse(readiness=readiness_to_proto(self.readiness), worker=self.name)
 
         async def Verify(self, requests, _context):  # noqa: N802
             announced = entries = 0
@@ -45,12 +60,12 @@ def agents(count: int, pipe: Connection) -> None:
                     announced = request.header.entry_count
                 entries += len(request.entries.entries)
             status = VerdictStatus.MATCH if entries == announced else VerdictStatus.INCOMPLETE
-            readiness = Readiness(ReadinessState.READY, "verified", "said", "run@1", time.time())
+            self.readiness = Readiness(ReadinessState.READY, "verified", "said", "run@1", time.time())
             yield pb.VerifyResponse(
                 outcome=pb.VerifyResponse.Outcome(
                     worker=self.name,
                     verdict=verdict_to_proto(Verdict(status, "said")),
-                    readiness=readiness_to_proto(readiness),
+                    readiness=readiness_to_proto(self.readiness),
                 )
             )
 
