@@ -146,4 +146,5 @@ def test_a_free_port_can_be_bound():
 
 def test_the_device_is_one_that_torch_has():
     import torch
+
     assert installed_device() == ("cuda" if torch.cuda.is_available() else "cpu")
