@@ -6,7 +6,7 @@ import contextlib
 import queue
 import threading
 from concurrent import futures
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib import metadata
 from typing import TYPE_CHECKING, Any, Final
 
@@ -15,18 +15,19 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from syncguard.agent.verify import Verification, VerifyRequest, bounded
 from syncguard.engines.base import EngineStatus
-from syncguard.errors import BadInputError, IncompleteError, ManifestError, SyncguardError, UsageError
+from syncguard.errors import IncompleteError, SyncguardError, UsageError
 from syncguard.manifest.codec import check_spec_version
 from syncguard.manifest.verdict import Readiness, ReadinessState
 from syncguard.manifest.wire import layout_to_proto, manifest_from_proto, observation_to_proto, version_from_proto
 from syncguard.manifest.wire_verdict import readiness_to_proto, verdict_to_proto
 from syncguard.replay import ReplayPolicy
 from syncguard.rpc.credentials import Access, Role, TlsFiles
-from syncguard.rpc.failures import abort
-from syncguard.rpc.limits import FINDINGS_LIMIT, MANIFEST_ENTRIES_LIMIT, PROMPT_TOKENS_LIMIT, SERVER_OPTIONS
-from syncguard.rpc.records import RecordCollector, record_chunks
+from syncguard.rpc.failures import abort, guarded
+from syncguard.rpc.limits import FINDINGS_LIMIT, PROMPT_TOKENS_LIMIT, SERVER_OPTIONS
+from syncguard.rpc.records import record_chunks
 from syncguard.rpc.replay_report import policy_from_proto, report_to_proto
 from syncguard.rpc.server import bind, make_server
+from syncguard.rpc.streams import StreamParts, read_parts
 from syncguard.spec import SPEC_VERSION
 from syncguard.v1 import agent_service_pb2 as pb
 from syncguard.v1 import agent_service_pb2_grpc as rpc
@@ -85,17 +86,6 @@ class ListenOptions:
         if self.access is not None:
             return self.access
         return Access(anyone=Role.ADMIN if self.tls is None else Role.NONE)
-
-
-@dataclass(slots=True)
-class _Parts:
-    """What a request stream held."""
-
-    header: Any = None
-    chunks: list[Any] = field(default_factory=list)
-    entries: int = 0
-    records: RecordCollector = field(default_factory=RecordCollector)
-    policy: Any = None
 
 
 class AgentServicer(rpc.AgentServiceServicer):  # type: ignore[misc] # generated code is untyped
@@ -157,7 +147,7 @@ class AgentServicer(rpc.AgentServiceServicer):  # type: ignore[misc] # generated
         """Leave READY; take old scores."""
 
         def announce() -> Any:
-            parts = self._parts(requests)
+            parts = read_parts(requests)
             if parts.header is None:
                 raise UsageError("an announcement without its header", todo="send the header first")
             check_spec_version(parts.header.spec_version, "announcement")
@@ -172,13 +162,13 @@ class AgentServicer(rpc.AgentServiceServicer):  # type: ignore[misc] # generated
                 readiness=readiness_to_proto(readiness), old_scores=said, worker=self._agent.worker
             )
 
-        return self._guarded(context, announce)
+        return guarded(context, announce)
 
     def Verify(self, requests: Iterable[Any], context: Any) -> Iterator[Any]:  # noqa: N802
         """Verify; progress as it goes, then records, then the outcome."""
 
         def read() -> VerifyRequest:
-            parts = self._parts(requests)
+            parts = read_parts(requests)
             policy = parts.policy
             return VerifyRequest(
                 self._manifest(parts),
@@ -187,7 +177,7 @@ class AgentServicer(rpc.AgentServiceServicer):  # type: ignore[misc] # generated
                 policy.replay_waived_because if policy is not None else "",
             )
 
-        request = self._guarded(context, read)
+        request = guarded(context, read)
         outcome: Any = None
         with self._slot(context):
             for event in self._with_progress(context, lambda progress: self._agent.verify(request, progress)):
@@ -196,7 +186,7 @@ class AgentServicer(rpc.AgentServiceServicer):  # type: ignore[misc] # generated
                 else:
                     outcome = event
         found: Verification = outcome.verification
-        for chunk in self._guarded(context, lambda: list(record_chunks(found.records))):
+        for chunk in guarded(context, lambda: list(record_chunks(found.records))):
             yield pb.VerifyResponse(record=chunk)
         yield pb.VerifyResponse(
             outcome=pb.VerifyResponse.Outcome(
@@ -210,7 +200,7 @@ class AgentServicer(rpc.AgentServiceServicer):  # type: ignore[misc] # generated
 
     def Audit(self, requests: Iterable[Any], context: Any) -> Iterator[Any]:  # noqa: N802
         """Compare with a manifest; progress as it goes, then the verdict."""
-        manifest = self._guarded(context, lambda: self._manifest(self._parts(requests)))
+        manifest = guarded(context, lambda: self._manifest(read_parts(requests)))
         with self._slot(context):
             for event in self._with_progress(context, lambda progress: self._agent.audit(manifest, progress)):
                 if isinstance(event, tuple):
@@ -261,40 +251,9 @@ class AgentServicer(rpc.AgentServiceServicer):  # type: ignore[misc] # generated
 
     def _held(self, context: Any, work: Callable[[], Any]) -> Any:
         with self._slot(context):
-            return self._guarded(context, work)
+            return guarded(context, work)
 
-    def _guarded(self, context: Any, work: Callable[[], Any]) -> Any:
-        """Run, and end the call with the error's own status when it fails."""
-        try:
-            return work()
-        except SyncguardError as error:
-            abort(context, error)
-
-    def _parts(self, requests: Iterable[Any]) -> _Parts:
-        parts = _Parts()
-        for request in requests:
-            kind = request.WhichOneof("part")
-            if kind == "header":
-                if parts.header is not None:
-                    raise BadInputError("two headers in one stream", expected=1, found=2)
-                parts.header = request.header
-                continue
-            if parts.header is None:
-                raise BadInputError("stream out of order", expected="the header first", found=kind or "an empty part")
-            if kind == "entries":
-                parts.entries += len(request.entries.entries)
-                if parts.entries > MANIFEST_ENTRIES_LIMIT:
-                    raise ManifestError(
-                        "entries of a manifest", expected=f"at most {MANIFEST_ENTRIES_LIMIT}", found=parts.entries
-                    )
-                parts.chunks.append(request.entries)
-            elif kind == "record":
-                parts.records.add(request.record)
-            elif kind == "policy":
-                parts.policy = request.policy
-        return parts
-
-    def _manifest(self, parts: _Parts) -> Manifest:
+    def _manifest(self, parts: StreamParts) -> Manifest:
         if parts.header is None:
             raise IncompleteError("a stream without a manifest", expected="a header and entries", found="nothing")
         return manifest_from_proto(parts.header, parts.chunks)

@@ -7,7 +7,6 @@ from typing import Annotated
 
 import typer
 
-from syncguard.cli.credentials import client_credentials
 from syncguard.cli.output import FINDINGS_SHOWN, console, print_json, print_verdict, progress_bar, verdict_as_dict
 from syncguard.manifest.codec import load
 
@@ -25,9 +24,10 @@ def audit(
 ) -> None:
     """Audit a running worker against a manifest: table and exit code; it never makes a worker ready."""
     from syncguard.gate.client import AgentClient
+    from syncguard.rpc.credentials import client_credentials
 
     expected = load(manifest)
-    credentials = client_credentials(tls_ca, tls_cert, tls_key, token_file)
+    credentials = client_credentials(ca=tls_ca, cert=tls_cert, key=tls_key, token_file=token_file)
     with (
         AgentClient(agent, credentials=credentials, timeout_s=timeout_s) as client,
         progress_bar(f"auditing {agent}", as_json=as_json) as bar,

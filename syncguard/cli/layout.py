@@ -14,7 +14,6 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from syncguard.cli.credentials import client_credentials
 from syncguard.cli.output import console, print_json, progress_bar
 from syncguard.errors import ExitCode, UsageError
 from syncguard.spec import DTYPES, Box
@@ -39,8 +38,9 @@ def layout(
     with progress_bar(f"asking {agent or url}", as_json=as_json):
         if agent:
             from syncguard.gate.client import AgentClient
+            from syncguard.rpc.credentials import client_credentials
 
-            credentials = client_credentials(tls_ca, tls_cert, tls_key, token_file)
+            credentials = client_credentials(ca=tls_ca, cert=tls_cert, key=tls_key, token_file=token_file)
             with AgentClient(agent, credentials=credentials, timeout_s=timeout_s) as client:
                 ranks = client.layouts()
         else:

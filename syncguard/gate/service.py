@@ -9,13 +9,13 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
 import grpc
 from grpc_health.v1 import health_pb2
 
-from syncguard.errors import BadInputError, IncompleteError, ManifestError, SyncguardError, UsageError
+from syncguard.errors import IncompleteError, UsageError
 from syncguard.gate.readiness import Action, Decision
 from syncguard.gate.wire import decision_to_proto
 from syncguard.manifest.codec import check_spec_version
@@ -23,11 +23,10 @@ from syncguard.manifest.wire import manifest_from_proto, version_from_proto
 from syncguard.manifest.wire_verdict import readiness_to_proto
 from syncguard.replay import ReplayPolicy
 from syncguard.rpc.credentials import Access, Role, TlsFiles
-from syncguard.rpc.failures import abort
-from syncguard.rpc.limits import MANIFEST_ENTRIES_LIMIT
-from syncguard.rpc.records import RecordCollector
+from syncguard.rpc.failures import guarded
 from syncguard.rpc.replay_report import policy_from_proto
 from syncguard.rpc.server import bind, make_server
+from syncguard.rpc.streams import read_parts
 from syncguard.v1 import gate_service_pb2 as pb
 from syncguard.v1 import gate_service_pb2_grpc as rpc
 
@@ -176,16 +175,6 @@ def _same(left: Decision, right: Decision) -> bool:
     return bare(left) == bare(right)
 
 
-@dataclass(slots=True)
-class _Parts:
-    header: Any = None
-    chunks: list[Any] = field(default_factory=list)
-    entries: int = 0
-    records: RecordCollector = field(default_factory=RecordCollector)
-    policy: Any = None
-    workers: tuple[str, ...] = ()
-
-
 class GateServicer(rpc.GateServiceServicer):  # type: ignore[misc] # generated code is untyped
     """The calls, each a thin translation around `GateDaemon`."""
 
@@ -199,7 +188,7 @@ class GateServicer(rpc.GateServiceServicer):  # type: ignore[misc] # generated c
         """Take every worker out of READY."""
 
         def announce() -> Any:
-            parts = _read(requests)
+            parts = read_parts(requests)
             if parts.header is None:
                 raise UsageError("an announcement without its header", todo="send the header first")
             check_spec_version(parts.header.spec_version, "announcement")
@@ -218,13 +207,13 @@ class GateServicer(rpc.GateServiceServicer):  # type: ignore[misc] # generated c
                 ]
             )
 
-        return _guarded(context, announce)
+        return guarded(context, announce)
 
     def PublishManifest(self, requests: Iterable[Any], context: Any) -> Any:  # noqa: N802
         """Take a publication over; its verification goes on in the background."""
 
         def publish() -> Any:
-            parts = _read(requests)
+            parts = read_parts(requests)
             if parts.header is None:
                 raise IncompleteError("a stream without a manifest", expected="a header and entries", found="nothing")
             manifest = manifest_from_proto(parts.header, parts.chunks)
@@ -240,7 +229,7 @@ class GateServicer(rpc.GateServiceServicer):  # type: ignore[misc] # generated c
             )
             return pb.PublishManifestResponse(weight_version=str(manifest.version))
 
-        return _guarded(context, publish)
+        return guarded(context, publish)
 
     def GetDecision(self, _request: Any, _context: Any) -> Any:  # noqa: N802
         """Return the decision as of now: the agents are asked for it."""
@@ -261,39 +250,6 @@ class GateServicer(rpc.GateServiceServicer):  # type: ignore[misc] # generated c
                     yield pb.WatchDecisionResponse(decision=decision_to_proto(decision, workers))
         finally:
             self._watchers.release()
-
-
-def _guarded(context: Any, work: Callable[[], Any]) -> Any:
-    try:
-        return work()
-    except SyncguardError as error:
-        abort(context, error)
-
-
-def _read(requests: Iterable[Any]) -> _Parts:
-    parts = _Parts()
-    for request in requests:
-        kind = request.WhichOneof("part")
-        if kind == "header":
-            if parts.header is not None:
-                raise BadInputError("two headers in one stream", expected=1, found=2)
-            parts.header = request.header
-        elif parts.header is None:
-            raise BadInputError("stream out of order", expected="the header first", found=kind or "an empty part")
-        elif kind == "entries":
-            parts.entries += len(request.entries.entries)
-            if parts.entries > MANIFEST_ENTRIES_LIMIT:
-                raise ManifestError(
-                    "entries of a manifest", expected=f"at most {MANIFEST_ENTRIES_LIMIT}", found=parts.entries
-                )
-            parts.chunks.append(request.entries)
-        elif kind == "record":
-            parts.records.add(request.record)
-        elif kind == "policy":
-            parts.policy = request.policy
-        elif kind == "selection":
-            parts.workers = tuple(request.selection.workers)
-    return parts
 
 
 @dataclass(frozen=True, slots=True)

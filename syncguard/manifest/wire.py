@@ -6,7 +6,7 @@ Strict in both directions: an unspecified enum, a box of two lengths or a stream
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import fields, replace
+from dataclasses import fields
 from typing import Any, Final
 
 from syncguard.digest import PartialDigest
@@ -257,8 +257,3 @@ def layout_to_proto(layout: RankLayout) -> Any:
         unbound=[f"{u.resident}: {u.layer_class}: {u.reason}" for u in layout.unbound],
         uncovered=layout.uncovered,
     )
-
-
-def with_id(manifest: Manifest) -> Manifest:
-    """Return a manifest with its id set; for manifests built in memory whose order is already right."""
-    return replace(manifest, manifest_id=manifest_id(manifest))

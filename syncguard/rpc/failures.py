@@ -16,7 +16,7 @@ from syncguard import errors
 from syncguard.errors import SyncguardError, UnreachableError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 DOMAIN: Final = "syncguard"
 _PARTS: Final = ("what", "expected", "found", "where", "todo")
@@ -43,6 +43,14 @@ def _tree(root: type[SyncguardError]) -> Iterator[type[SyncguardError]]:
 
 def _error_class(code: str) -> type[SyncguardError] | None:
     return next((cls for cls in _tree(errors.SyncguardError) if cls.code == code), None)
+
+
+def guarded(context: Any, work: Callable[[], Any]) -> Any:
+    """Run, and end the call with the error's own status when it fails."""
+    try:
+        return work()
+    except SyncguardError as error:
+        abort(context, error)
 
 
 def abort(context: Any, error: SyncguardError) -> NoReturn:

@@ -17,7 +17,7 @@ from syncguard.export.stream import ManifestBuilder
 from syncguard.gate.client import WorkerVerdict
 from syncguard.gate.controller import Gate
 from syncguard.manifest.model import Manifest
-from syncguard.manifest.verdict import Finding, FindingCode, ReadinessState
+from syncguard.manifest.verdict import FindingCode, ReadinessState
 from syncguard.replay import Diagnosis, ReplayPolicy, ReplayRecord, c_key, diagnose
 from syncguard.replay.record import A
 from syncguard.spec import WeightVersion
@@ -339,8 +339,3 @@ def _unexpected(result: StepResult, tp: int) -> Iterator[str]:
     if step.side and (result.diagnosis is None or result.diagnosis.side != step.side):
         found = "none" if result.diagnosis is None else f"{result.diagnosis.kind.value} on {result.diagnosis.side}"
         yield f"diagnosis {found} instead of a fault on {step.side}"
-
-
-def worst_findings(result: StepResult, count: int) -> tuple[Finding, ...]:
-    """Return the first findings, the gravest first."""
-    return result.outcome.verdict.findings[:count]
