@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any, Final
+
+from msgspec import structs
 
 from syncguard.digest import ALGORITHM, DEFAULT_KEY_SEED, engine_for
 from syncguard.errors import CheckpointError, VersionOrderError
@@ -78,7 +79,7 @@ def export_checkpoint(
             version=version,
             algorithm=ALGORITHM,
             key_seed_hex=key_seed.hex(),
-            entries=tuple(replace(entries[fqn], changed=told[fqn]) for fqn in sorted(entries)),
+            entries=tuple(structs.replace(entries[fqn], changed=told[fqn]) for fqn in sorted(entries)),
             source=source + (f", not in its index: {' '.join(ignored)}" if ignored else ""),
         )
     )

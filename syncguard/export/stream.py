@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
+
+from msgspec import structs
 
 from syncguard.digest import ALGORITHM, DEFAULT_KEY_SEED, DigestJob, engine_for
 from syncguard.errors import ManifestError, UnsupportedError
@@ -85,7 +86,9 @@ class ManifestBuilder:
                 version=self.version,
                 algorithm=ALGORITHM,
                 key_seed_hex=self.key_seed.hex(),
-                entries=tuple(replace(entry, changed=told[fqn]) for fqn, entry in sorted(self._entries.items())),
+                entries=tuple(
+                    structs.replace(entry, changed=told[fqn]) for fqn, entry in sorted(self._entries.items())
+                ),
                 exempt=tuple(exempt),
                 source=source or "named tensors",
             )

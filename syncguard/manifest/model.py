@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
+import msgspec
+
 from syncguard.digest import PartialDigest
 from syncguard.layout.model import RankIdentity, RankLayout
 from syncguard.spec import Box, WeightVersion
@@ -21,17 +23,15 @@ class Changed(str, Enum):
     UNCHANGED = "unchanged"
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
+class Part(msgspec.Struct, frozen=True, gc=False):
     """The partial digest of one box of a tensor, so that a difference can be blamed on the rank that holds it."""
 
     box: Box
     partial: PartialDigest
 
 
-@dataclass(frozen=True, slots=True)
-class ManifestEntry:
-    """One exported tensor.
+class ManifestEntry(msgspec.Struct, frozen=True, gc=False):
+    """One exported tensor; a struct, changed with `msgspec.structs.replace`, since a manifest has many.
 
     Attributes:
         fqn: Checkpoint name.

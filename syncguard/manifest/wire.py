@@ -5,7 +5,7 @@ Strict in both directions: an unspecified enum, a box of two lengths or a stream
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import fields
 from typing import Any, Final
 
@@ -26,6 +26,7 @@ from syncguard.spec import Box, WeightVersion
 from syncguard.v1 import manifest_pb2, tensor_pb2
 
 ENTRIES_PER_CHUNK: Final = 2_000
+_DIGEST_BYTES: Final = 16
 
 _CHANGED: Final = {
     Changed.UNKNOWN: manifest_pb2.CHANGE_CLAIM_UNSPECIFIED,
@@ -94,34 +95,73 @@ def header_to_proto(manifest: Manifest) -> Any:
 def chunks_to_proto(manifest: Manifest) -> Iterator[Any]:
     """Yield the entries in chunks of `ENTRIES_PER_CHUNK`."""
     for start in range(0, len(manifest.entries), ENTRIES_PER_CHUNK):
-        yield manifest_pb2.ManifestChunk(
-            entries=[_entry_to_proto(entry) for entry in manifest.entries[start : start + ENTRIES_PER_CHUNK]]
-        )
+        yield _chunk_to_proto(manifest.entries[start : start + ENTRIES_PER_CHUNK])
 
 
-def _entry_to_proto(entry: ManifestEntry) -> Any:
-    return manifest_pb2.ManifestEntry(
-        tensor=tensor_pb2.LogicalTensor(fqn=entry.fqn, dtype=entry.dtype, shape=entry.shape),
-        partial=partial_to_proto(entry.partial),
-        digest=bytes.fromhex(entry.digest),
+def _chunk_to_proto(entries: Sequence[ManifestEntry]) -> Any:
+    forms: dict[tuple[str, tuple[int, ...]], int] = {}
+    form = [forms.setdefault((entry.dtype, entry.shape), len(forms)) for entry in entries]
+    return manifest_pb2.ManifestChunk(
+        forms=[manifest_pb2.TensorForm(dtype=dtype, shape=shape) for dtype, shape in forms],
+        fqn=[entry.fqn for entry in entries],
+        form=form,
+        count=[entry.partial.count for entry in entries],
+        coverage=[entry.partial.coverage for entry in entries],
+        data=[entry.partial.data for entry in entries],
+        digests=bytes.fromhex("".join([entry.digest for entry in entries])),
+        changed=[_CHANGED[entry.changed] for entry in entries],
         parts=[
-            manifest_pb2.Part(box=box_to_proto(part.box), partial=partial_to_proto(part.partial))
-            for part in entry.parts
+            manifest_pb2.EntryParts(entry=index, parts=[_part_to_proto(part) for part in entry.parts])
+            for index, entry in enumerate(entries)
+            if entry.parts
         ],
-        changed=_CHANGED[entry.changed],
     )
 
 
-def _entry_from_proto(message: Any) -> ManifestEntry:
-    return ManifestEntry(
-        fqn=message.tensor.fqn,
-        dtype=message.tensor.dtype,
-        shape=tuple(message.tensor.shape),
-        partial=partial_from_proto(message.partial),
-        digest=message.digest.hex(),
-        parts=tuple(Part(box_from_proto(part.box), partial_from_proto(part.partial)) for part in message.parts),
-        changed=_CHANGED_BACK.get(message.changed, Changed.UNKNOWN),
-    )
+def _part_to_proto(part: Part) -> Any:
+    return manifest_pb2.Part(box=box_to_proto(part.box), partial=partial_to_proto(part.partial))
+
+
+def _entries_from_proto(chunk: Any, where: str) -> list[ManifestEntry]:
+    """Read the columns of a chunk back.
+
+    Raises:
+        ManifestError: Columns of different lengths, or an index past their end.
+    """
+    names = list(chunk.fqn)
+    columns = (chunk.form, chunk.count, chunk.coverage, chunk.data, chunk.changed)
+    lengths = {len(column) for column in columns} | {len(chunk.digests) / _DIGEST_BYTES}
+    if lengths - {len(names)}:
+        raise _bad_chunk("columns of one length", f"{len(names)} names and columns of {sorted(lengths)}", where)
+    forms = [(form.dtype, tuple(form.shape)) for form in chunk.forms]
+    parts: dict[int, tuple[Part, ...]] = {}
+    for listed in chunk.parts:
+        if listed.entry >= len(names) or listed.entry in parts or not listed.parts:
+            raise _bad_chunk("the parts of each entry once", f"parts of entry {listed.entry} of {len(names)}", where)
+        parts[listed.entry] = tuple(
+            Part(box_from_proto(part.box), partial_from_proto(part.partial)) for part in listed.parts
+        )
+    if max(chunk.form, default=-1) >= len(forms):
+        raise _bad_chunk("a form of the chunk", f"form {max(chunk.form)} of {len(forms)}", where)
+    digests = chunk.digests.hex()
+    width = 2 * _DIGEST_BYTES
+    rows = zip(names, chunk.form, chunk.count, chunk.coverage, chunk.data, chunk.changed, strict=True)
+    return [
+        ManifestEntry(
+            name,
+            forms[form][0],
+            forms[form][1],
+            PartialDigest(count, coverage, data),
+            digests[width * index : width * (index + 1)],
+            parts.get(index, ()) if parts else (),
+            _CHANGED_BACK.get(changed, Changed.UNKNOWN),
+        )
+        for index, (name, form, count, coverage, data, changed) in enumerate(rows)
+    ]
+
+
+def _bad_chunk(expected: str, found: str, where: str) -> ManifestError:
+    return ManifestError("chunk of a manifest", expected=expected, found=found, where=where, todo="send it again")
 
 
 def manifest_from_proto(header: Any, chunks: Iterable[Any]) -> Manifest:
@@ -137,7 +177,7 @@ def manifest_from_proto(header: Any, chunks: Iterable[Any]) -> Manifest:
         raise ManifestError("entries of a manifest", expected=f"at most {ENTRY_LIMIT}", found=header.entry_count)
     entries: list[ManifestEntry] = []
     for chunk in chunks:
-        entries.extend(_entry_from_proto(entry) for entry in chunk.entries)
+        entries += _entries_from_proto(chunk, where)
         if len(entries) > header.entry_count:
             break
     if len(entries) != header.entry_count:
@@ -159,11 +199,12 @@ def manifest_from_proto(header: Any, chunks: Iterable[Any]) -> Manifest:
         manifest_id=header.manifest_id.hex(),
     )
     check(manifest, where)
-    if manifest_id(manifest) != manifest.manifest_id:
+    actual = manifest_id(manifest)
+    if actual != manifest.manifest_id:
         raise ManifestError(
             "manifest id",
             expected=manifest.manifest_id or "an id",
-            found=manifest_id(manifest),
+            found=actual,
             where=where,
             todo="send the manifest again; it changed on the way",
         )

@@ -50,7 +50,7 @@ def read_parts(requests: Iterable[Any]) -> StreamParts:
         elif parts.header is None:
             raise BadInputError("stream out of order", expected="the header first", found=kind or "an empty part")
         elif kind == "entries":
-            parts.entries += len(request.entries.entries)
+            parts.entries += len(request.entries.fqn)
             if parts.entries > MANIFEST_ENTRIES_LIMIT:
                 raise ManifestError(
                     "entries of a manifest", expected=f"at most {MANIFEST_ENTRIES_LIMIT}", found=parts.entries

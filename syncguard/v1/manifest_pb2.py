@@ -25,29 +25,31 @@ _sym_db = _symbol_database.Default()
 from syncguard.v1 import tensor_pb2 as syncguard_dot_v1_dot_tensor__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bsyncguard/v1/manifest.proto\x12\x0csyncguard.v1\x1a\x19syncguard/v1/tensor.proto\"-\n\rWeightVersion\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x0c\n\x04step\x18\x02 \x01(\x04\"T\n\x04Part\x12\x1e\n\x03\x62ox\x18\x01 \x01(\x0b\x32\x11.syncguard.v1.Box\x12,\n\x07partial\x18\x02 \x01(\x0b\x32\x1b.syncguard.v1.PartialDigest\"\xc9\x01\n\rManifestEntry\x12+\n\x06tensor\x18\x01 \x01(\x0b\x32\x1b.syncguard.v1.LogicalTensor\x12,\n\x07partial\x18\x02 \x01(\x0b\x32\x1b.syncguard.v1.PartialDigest\x12\x0e\n\x06\x64igest\x18\x03 \x01(\x0c\x12!\n\x05parts\x18\x04 \x03(\x0b\x32\x12.syncguard.v1.Part\x12*\n\x07\x63hanged\x18\x05 \x01(\x0e\x32\x19.syncguard.v1.ChangeClaim\"+\n\x0c\x45xemptPolicy\x12\x0b\n\x03\x66qn\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\"\xdf\x01\n\x0eManifestHeader\x12\x14\n\x0cspec_version\x18\x01 \x01(\r\x12,\n\x07version\x18\x02 \x01(\x0b\x32\x1b.syncguard.v1.WeightVersion\x12\x11\n\talgorithm\x18\x03 \x01(\t\x12\x10\n\x08key_seed\x18\x04 \x01(\x0c\x12\x0e\n\x06source\x18\x05 \x01(\t\x12*\n\x06\x65xempt\x18\x06 \x03(\x0b\x32\x1a.syncguard.v1.ExemptPolicy\x12\x13\n\x0b\x65ntry_count\x18\x07 \x01(\x04\x12\x13\n\x0bmanifest_id\x18\x08 \x01(\x0c\"=\n\rManifestChunk\x12,\n\x07\x65ntries\x18\x01 \x03(\x0b\x32\x1b.syncguard.v1.ManifestEntry\"C\n\x0b\x43heckResult\x12\x0f\n\x07outcome\x18\x01 \x01(\r\x12\x13\n\x0bwrong_count\x18\x02 \x01(\x04\x12\x0e\n\x06\x64\x65tail\x18\x03 \x01(\t\"\x88\x03\n\x0fRankObservation\x12(\n\x04rank\x18\x01 \x01(\x0b\x32\x1a.syncguard.v1.RankIdentity\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\x12\x10\n\x08updating\x18\x04 \x01(\x08\x12\x1a\n\x12layout_fingerprint\x18\x05 \x01(\t\x12\x11\n\talgorithm\x18\x06 \x01(\t\x12\x10\n\x08key_seed\x18\x07 \x01(\x0c\x12-\n\x08partials\x18\x08 \x03(\x0b\x32\x1b.syncguard.v1.PartialDigest\x12+\n\x08paddings\x18\t \x03(\x0b\x32\x19.syncguard.v1.CheckResult\x12*\n\x07\x64\x65rived\x18\n \x03(\x0b\x32\x19.syncguard.v1.CheckResult\x12\r\n\x05moved\x18\x0b \x03(\t\x12\x12\n\nread_bytes\x18\x0c \x01(\x04\x12\x12\n\nduration_s\x18\r \x01(\x01\x12\x15\n\rprobe_version\x18\x0e \x01(\t*a\n\x0b\x43hangeClaim\x12\x1c\n\x18\x43HANGE_CLAIM_UNSPECIFIED\x10\x00\x12\x18\n\x14\x43HANGE_CLAIM_CHANGED\x10\x01\x12\x1a\n\x16\x43HANGE_CLAIM_UNCHANGED\x10\x02\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bsyncguard/v1/manifest.proto\x12\x0csyncguard.v1\x1a\x19syncguard/v1/tensor.proto\"-\n\rWeightVersion\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x0c\n\x04step\x18\x02 \x01(\x04\"T\n\x04Part\x12\x1e\n\x03\x62ox\x18\x01 \x01(\x0b\x32\x11.syncguard.v1.Box\x12,\n\x07partial\x18\x02 \x01(\x0b\x32\x1b.syncguard.v1.PartialDigest\"*\n\nTensorForm\x12\r\n\x05\x64type\x18\x01 \x01(\t\x12\r\n\x05shape\x18\x02 \x03(\x04\">\n\nEntryParts\x12\r\n\x05\x65ntry\x18\x01 \x01(\r\x12!\n\x05parts\x18\x02 \x03(\x0b\x32\x12.syncguard.v1.Part\"+\n\x0c\x45xemptPolicy\x12\x0b\n\x03\x66qn\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\"\xdf\x01\n\x0eManifestHeader\x12\x14\n\x0cspec_version\x18\x01 \x01(\r\x12,\n\x07version\x18\x02 \x01(\x0b\x32\x1b.syncguard.v1.WeightVersion\x12\x11\n\talgorithm\x18\x03 \x01(\t\x12\x10\n\x08key_seed\x18\x04 \x01(\x0c\x12\x0e\n\x06source\x18\x05 \x01(\t\x12*\n\x06\x65xempt\x18\x06 \x03(\x0b\x32\x1a.syncguard.v1.ExemptPolicy\x12\x13\n\x0b\x65ntry_count\x18\x07 \x01(\x04\x12\x13\n\x0bmanifest_id\x18\x08 \x01(\x0c\"\xe8\x01\n\rManifestChunk\x12\'\n\x05\x66orms\x18\x01 \x03(\x0b\x32\x18.syncguard.v1.TensorForm\x12\x0b\n\x03\x66qn\x18\x02 \x03(\t\x12\x0c\n\x04\x66orm\x18\x03 \x03(\r\x12\r\n\x05\x63ount\x18\x04 \x03(\x04\x12\x10\n\x08\x63overage\x18\x05 \x03(\x06\x12\x0c\n\x04\x64\x61ta\x18\x06 \x03(\x06\x12\x0f\n\x07\x64igests\x18\x07 \x01(\x0c\x12*\n\x07\x63hanged\x18\x08 \x03(\x0e\x32\x19.syncguard.v1.ChangeClaim\x12\'\n\x05parts\x18\t \x03(\x0b\x32\x18.syncguard.v1.EntryParts\"C\n\x0b\x43heckResult\x12\x0f\n\x07outcome\x18\x01 \x01(\r\x12\x13\n\x0bwrong_count\x18\x02 \x01(\x04\x12\x0e\n\x06\x64\x65tail\x18\x03 \x01(\t\"\x88\x03\n\x0fRankObservation\x12(\n\x04rank\x18\x01 \x01(\x0b\x32\x1a.syncguard.v1.RankIdentity\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\x12\x10\n\x08updating\x18\x04 \x01(\x08\x12\x1a\n\x12layout_fingerprint\x18\x05 \x01(\t\x12\x11\n\talgorithm\x18\x06 \x01(\t\x12\x10\n\x08key_seed\x18\x07 \x01(\x0c\x12-\n\x08partials\x18\x08 \x03(\x0b\x32\x1b.syncguard.v1.PartialDigest\x12+\n\x08paddings\x18\t \x03(\x0b\x32\x19.syncguard.v1.CheckResult\x12*\n\x07\x64\x65rived\x18\n \x03(\x0b\x32\x19.syncguard.v1.CheckResult\x12\r\n\x05moved\x18\x0b \x03(\t\x12\x12\n\nread_bytes\x18\x0c \x01(\x04\x12\x12\n\nduration_s\x18\r \x01(\x01\x12\x15\n\rprobe_version\x18\x0e \x01(\t*a\n\x0b\x43hangeClaim\x12\x1c\n\x18\x43HANGE_CLAIM_UNSPECIFIED\x10\x00\x12\x18\n\x14\x43HANGE_CLAIM_CHANGED\x10\x01\x12\x1a\n\x16\x43HANGE_CLAIM_UNCHANGED\x10\x02\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'syncguard.v1.manifest_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_CHANGECLAIM']._serialized_start=1207
-  _globals['_CHANGECLAIM']._serialized_end=1304
+  _globals['_CHANGECLAIM']._serialized_start=1283
+  _globals['_CHANGECLAIM']._serialized_end=1380
   _globals['_WEIGHTVERSION']._serialized_start=72
   _globals['_WEIGHTVERSION']._serialized_end=117
   _globals['_PART']._serialized_start=119
   _globals['_PART']._serialized_end=203
-  _globals['_MANIFESTENTRY']._serialized_start=206
-  _globals['_MANIFESTENTRY']._serialized_end=407
-  _globals['_EXEMPTPOLICY']._serialized_start=409
-  _globals['_EXEMPTPOLICY']._serialized_end=452
-  _globals['_MANIFESTHEADER']._serialized_start=455
-  _globals['_MANIFESTHEADER']._serialized_end=678
-  _globals['_MANIFESTCHUNK']._serialized_start=680
-  _globals['_MANIFESTCHUNK']._serialized_end=741
-  _globals['_CHECKRESULT']._serialized_start=743
-  _globals['_CHECKRESULT']._serialized_end=810
-  _globals['_RANKOBSERVATION']._serialized_start=813
-  _globals['_RANKOBSERVATION']._serialized_end=1205
+  _globals['_TENSORFORM']._serialized_start=205
+  _globals['_TENSORFORM']._serialized_end=247
+  _globals['_ENTRYPARTS']._serialized_start=249
+  _globals['_ENTRYPARTS']._serialized_end=311
+  _globals['_EXEMPTPOLICY']._serialized_start=313
+  _globals['_EXEMPTPOLICY']._serialized_end=356
+  _globals['_MANIFESTHEADER']._serialized_start=359
+  _globals['_MANIFESTHEADER']._serialized_end=582
+  _globals['_MANIFESTCHUNK']._serialized_start=585
+  _globals['_MANIFESTCHUNK']._serialized_end=817
+  _globals['_CHECKRESULT']._serialized_start=819
+  _globals['_CHECKRESULT']._serialized_end=886
+  _globals['_RANKOBSERVATION']._serialized_start=889
+  _globals['_RANKOBSERVATION']._serialized_end=1281
 # @@protoc_insertion_point(module_scope)

@@ -32,19 +32,21 @@ class Part(_message.Message):
     partial: _tensor_pb2.PartialDigest
     def __init__(self, box: _Optional[_Union[_tensor_pb2.Box, _Mapping]] = ..., partial: _Optional[_Union[_tensor_pb2.PartialDigest, _Mapping]] = ...) -> None: ...
 
-class ManifestEntry(_message.Message):
-    __slots__ = ("tensor", "partial", "digest", "parts", "changed")
-    TENSOR_FIELD_NUMBER: _ClassVar[int]
-    PARTIAL_FIELD_NUMBER: _ClassVar[int]
-    DIGEST_FIELD_NUMBER: _ClassVar[int]
+class TensorForm(_message.Message):
+    __slots__ = ("dtype", "shape")
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    SHAPE_FIELD_NUMBER: _ClassVar[int]
+    dtype: str
+    shape: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, dtype: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class EntryParts(_message.Message):
+    __slots__ = ("entry", "parts")
+    ENTRY_FIELD_NUMBER: _ClassVar[int]
     PARTS_FIELD_NUMBER: _ClassVar[int]
-    CHANGED_FIELD_NUMBER: _ClassVar[int]
-    tensor: _tensor_pb2.LogicalTensor
-    partial: _tensor_pb2.PartialDigest
-    digest: bytes
+    entry: int
     parts: _containers.RepeatedCompositeFieldContainer[Part]
-    changed: ChangeClaim
-    def __init__(self, tensor: _Optional[_Union[_tensor_pb2.LogicalTensor, _Mapping]] = ..., partial: _Optional[_Union[_tensor_pb2.PartialDigest, _Mapping]] = ..., digest: _Optional[bytes] = ..., parts: _Optional[_Iterable[_Union[Part, _Mapping]]] = ..., changed: _Optional[_Union[ChangeClaim, str]] = ...) -> None: ...
+    def __init__(self, entry: _Optional[int] = ..., parts: _Optional[_Iterable[_Union[Part, _Mapping]]] = ...) -> None: ...
 
 class ExemptPolicy(_message.Message):
     __slots__ = ("fqn", "reason")
@@ -75,10 +77,26 @@ class ManifestHeader(_message.Message):
     def __init__(self, spec_version: _Optional[int] = ..., version: _Optional[_Union[WeightVersion, _Mapping]] = ..., algorithm: _Optional[str] = ..., key_seed: _Optional[bytes] = ..., source: _Optional[str] = ..., exempt: _Optional[_Iterable[_Union[ExemptPolicy, _Mapping]]] = ..., entry_count: _Optional[int] = ..., manifest_id: _Optional[bytes] = ...) -> None: ...
 
 class ManifestChunk(_message.Message):
-    __slots__ = ("entries",)
-    ENTRIES_FIELD_NUMBER: _ClassVar[int]
-    entries: _containers.RepeatedCompositeFieldContainer[ManifestEntry]
-    def __init__(self, entries: _Optional[_Iterable[_Union[ManifestEntry, _Mapping]]] = ...) -> None: ...
+    __slots__ = ("forms", "fqn", "form", "count", "coverage", "data", "digests", "changed", "parts")
+    FORMS_FIELD_NUMBER: _ClassVar[int]
+    FQN_FIELD_NUMBER: _ClassVar[int]
+    FORM_FIELD_NUMBER: _ClassVar[int]
+    COUNT_FIELD_NUMBER: _ClassVar[int]
+    COVERAGE_FIELD_NUMBER: _ClassVar[int]
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    DIGESTS_FIELD_NUMBER: _ClassVar[int]
+    CHANGED_FIELD_NUMBER: _ClassVar[int]
+    PARTS_FIELD_NUMBER: _ClassVar[int]
+    forms: _containers.RepeatedCompositeFieldContainer[TensorForm]
+    fqn: _containers.RepeatedScalarFieldContainer[str]
+    form: _containers.RepeatedScalarFieldContainer[int]
+    count: _containers.RepeatedScalarFieldContainer[int]
+    coverage: _containers.RepeatedScalarFieldContainer[int]
+    data: _containers.RepeatedScalarFieldContainer[int]
+    digests: bytes
+    changed: _containers.RepeatedScalarFieldContainer[ChangeClaim]
+    parts: _containers.RepeatedCompositeFieldContainer[EntryParts]
+    def __init__(self, forms: _Optional[_Iterable[_Union[TensorForm, _Mapping]]] = ..., fqn: _Optional[_Iterable[str]] = ..., form: _Optional[_Iterable[int]] = ..., count: _Optional[_Iterable[int]] = ..., coverage: _Optional[_Iterable[int]] = ..., data: _Optional[_Iterable[int]] = ..., digests: _Optional[bytes] = ..., changed: _Optional[_Iterable[_Union[ChangeClaim, str]]] = ..., parts: _Optional[_Iterable[_Union[EntryParts, _Mapping]]] = ...) -> None: ...
 
 class CheckResult(_message.Message):
     __slots__ = ("outcome", "wrong_count", "detail")

@@ -58,7 +58,7 @@ def agents(count: int, pipe: Connection) -> None:
             async for request in requests:
                 if request.HasField("header"):
                     announced = request.header.entry_count
-                entries += len(request.entries.entries)
+                entries += len(request.entries.fqn)
             status = VerdictStatus.MATCH if entries == announced else VerdictStatus.INCOMPLETE
             self.readiness = Readiness(ReadinessState.READY, "verified", "said", "run@1", time.time())
             yield pb.VerifyResponse(

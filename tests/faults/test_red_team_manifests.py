@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec import structs
 
 from syncguard.digest import PartialDigest
 from syncguard.errors import ManifestError
@@ -38,7 +39,7 @@ def with_entries(manifest, change):
 def test_stale_wholes_beside_new_parts_are_refused_and_not_believed():
     whole = {name: (Box.whole(array.shape),) for name, array in T1.items()}
     new = {entry.fqn: entry.parts for entry in manifest_of(T1, "run@1", parts=whole).entries}
-    mixed = with_entries(manifest_of(T0, "run@1"), lambda entry: replace(entry, parts=new[entry.fqn]))
+    mixed = with_entries(manifest_of(T0, "run@1"), lambda entry: structs.replace(entry, parts=new[entry.fqn]))
     with pytest.raises(ManifestError, match="parts of a manifest entry"):
         check(mixed)
 
@@ -52,7 +53,9 @@ def test_parts_whose_counts_are_exchanged_are_refused():
             return entry
         first, second = entry.parts
         moved = PartialDigest(32, 0, 0)
-        return replace(entry, parts=(Part(first.box, first.partial + moved), Part(second.box, second.partial - moved)))
+        return structs.replace(
+            entry, parts=(Part(first.box, first.partial + moved), Part(second.box, second.partial - moved))
+        )
 
     check(honest)
     with pytest.raises(ManifestError, match="another number of elements"):
@@ -64,7 +67,7 @@ def test_one_shard_counted_twice_and_another_never_is_refused_although_the_count
     twice = digest(left, (8, 12), Box((0, 0), (8, 6)))
 
     def doubled(entry):
-        return replace(entry, partial=twice + twice) if entry.fqn == "down.weight" else entry
+        return structs.replace(entry, partial=twice + twice) if entry.fqn == "down.weight" else entry
 
     with pytest.raises(ManifestError, match="not each once"):
         check(with_entries(manifest_of(T1, "run@1"), doubled))
@@ -103,14 +106,14 @@ def test_a_tensor_that_was_judged_in_silence_is_not_a_match(monkeypatch):
 
 def test_a_rollback_to_bytes_that_later_steps_kept_is_no_frozen_export():
     later = {name: array if name == "norm.weight" else array + 1 for name, array in T1.items()}
-    target = with_entries(manifest_of(T1, "run@3"), lambda entry: replace(entry, changed=Changed.CHANGED))
+    target = with_entries(manifest_of(T1, "run@3"), lambda entry: structs.replace(entry, changed=Changed.CHANGED))
     worker = Worker.loaded(T1, label="run@3")
     history = [known_version(manifest_of(later, "run@5")), known_version(manifest_of(T0, "run@2"))]
     assert compare(target, worker.observe(), history=history).status is VerdictStatus.MATCH
 
 
 def test_an_export_of_frozen_bytes_is_still_found_behind_a_later_version():
-    target = with_entries(manifest_of(T1, "run@3"), lambda entry: replace(entry, changed=Changed.CHANGED))
+    target = with_entries(manifest_of(T1, "run@3"), lambda entry: structs.replace(entry, changed=Changed.CHANGED))
     history = [known_version(manifest_of(T0, "run@5")), known_version(manifest_of(T1, "run@2"))]
     verdict = compare(target, Worker.loaded(T1, label="run@3").observe(), history=history)
     assert verdict.status is VerdictStatus.MISMATCH

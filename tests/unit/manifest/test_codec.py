@@ -5,6 +5,7 @@ import os
 from dataclasses import replace
 
 import pytest
+from msgspec import structs
 
 from syncguard.digest import PartialDigest
 from syncguard.errors import ExitCode, ManifestError, SpecVersionError
@@ -38,7 +39,7 @@ def test_a_file_reads_back_equal(manifest, tmp_path):
 def test_a_stream_reads_back_equal_in_chunks_of_any_size(manifest, monkeypatch):
     monkeypatch.setattr(wire, "ENTRIES_PER_CHUNK", 2)
     chunks = list(wire.chunks_to_proto(manifest))
-    assert [len(chunk.entries) for chunk in chunks] == [2, 2, 1]
+    assert [len(chunk.fqn) for chunk in chunks] == [2, 2, 1]
     assert wire.manifest_from_proto(wire.header_to_proto(manifest), chunks) == manifest
 
 
@@ -53,9 +54,27 @@ def test_a_stream_that_lost_a_chunk_is_refused(manifest, monkeypatch, missing):
 
 def test_a_stream_that_changed_on_the_way_is_refused(manifest):
     (chunk,) = wire.chunks_to_proto(manifest)
-    chunk.entries[2].partial.data ^= 1
+    chunk.data[2] ^= 1
     with pytest.raises(ManifestError, match="changed on the way"):
         wire.manifest_from_proto(wire.header_to_proto(manifest), [chunk])
+
+
+@pytest.mark.parametrize("column", ["form", "count", "coverage", "data", "changed"])
+def test_a_chunk_whose_columns_differ_in_length_is_refused(manifest, column):
+    (chunk,) = wire.chunks_to_proto(manifest)
+    getattr(chunk, column).append(0)
+    with pytest.raises(ManifestError, match="columns of one length"):
+        wire.manifest_from_proto(wire.header_to_proto(manifest), [chunk])
+
+
+def test_a_chunk_that_refers_past_its_columns_is_refused(manifest):
+    (form,), (parts,), (digests,) = (list(wire.chunks_to_proto(manifest)) for _ in range(3))
+    form.form[1] = len(form.forms)
+    parts.parts.add(entry=len(parts.fqn)).parts.add()
+    digests.digests = digests.digests[:-1]
+    for chunk in (form, parts, digests):
+        with pytest.raises(ManifestError, match="chunk of a manifest"):
+            wire.manifest_from_proto(wire.header_to_proto(manifest), [chunk])
 
 
 @pytest.mark.parametrize("keep", [0, 1, 40, -2])
@@ -105,12 +124,12 @@ def test_a_name_twice_is_refused_when_sealing(manifest):
 
 def test_entries_that_contradict_their_shape_are_refused(manifest):
     entry = manifest.entries[0]
-    short = replace(entry, partial=PartialDigest(entry.partial.count - 1, 1, 1))
+    short = structs.replace(entry, partial=PartialDigest(entry.partial.count - 1, 1, 1))
     with pytest.raises(ManifestError, match="element count"):
         codec.seal(replace(manifest, entries=(short,)))
     with pytest.raises(ManifestError, match="dtype"):
-        codec.seal(replace(manifest, entries=(replace(entry, dtype="float128"),)))
-    gap = replace(entry, parts=(Part(Box((0, 0), (1, 1)), entry.partial),))
+        codec.seal(replace(manifest, entries=(structs.replace(entry, dtype="float128"),)))
+    gap = structs.replace(entry, parts=(Part(Box((0, 0), (1, 1)), entry.partial),))
     with pytest.raises(ManifestError, match="partition"):
         codec.seal(replace(manifest, entries=(gap,)))
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 
 from syncguard.errors import ExitCode
 from syncguard.layout.model import Binding, LogicalTensor, RankIdentity, Shard, Unbound
@@ -272,7 +273,7 @@ def test_a_second_name_of_an_exported_tensor_need_not_be_exported_but_is_checked
 def test_another_dtype_is_named_with_the_advice_to_cast_first(make_weights, make_manifest, make_worker):
     tensors = make_weights(1)
     manifest = make_manifest(tensors, "run@1")
-    entries = tuple(replace(e, dtype="bfloat16") if e.fqn == "norm.weight" else e for e in manifest.entries)
+    entries = tuple(structs.replace(e, dtype="bfloat16") if e.fqn == "norm.weight" else e for e in manifest.entries)
     verdict = compare(replace(manifest, entries=entries), make_worker(tensors, tp=1).observe())
     (finding,) = verdict.findings
     assert (finding.code, finding.expected, finding.observed) == (FindingCode.DTYPE_DIFFERS, "bfloat16", "float32")
@@ -283,7 +284,7 @@ def test_an_export_of_frozen_bytes_is_found_although_everything_is_equal(make_we
     tensors = make_weights(1)
     history = [known_version(make_manifest(tensors, "run@0"))]
     manifest = make_manifest(tensors, "run@1")
-    claimed = tuple(replace(entry, changed=Changed.CHANGED) for entry in manifest.entries)
+    claimed = tuple(structs.replace(entry, changed=Changed.CHANGED) for entry in manifest.entries)
     verdict = compare(replace(manifest, entries=claimed), make_worker(tensors).observe(), history=history)
     assert verdict.status is VerdictStatus.MISMATCH
     assert codes(verdict) == {FindingCode.UNCHANGED}
@@ -332,7 +333,7 @@ def test_a_partial_digest_of_fewer_elements_than_its_box_is_not_accepted(make_we
     tensors = make_weights(1)
     observation = make_worker(tensors, tp=1).observe()
     rank = observation.ranks[0]
-    torn = (replace(rank.partials[0], count=rank.partials[0].count - 1), *rank.partials[1:])
+    torn = (structs.replace(rank.partials[0], count=rank.partials[0].count - 1), *rank.partials[1:])
     verdict = compare(make_manifest(tensors, "run@1"), replace(observation, ranks=(replace(rank, partials=torn),)))
     assert verdict.status is VerdictStatus.INCOMPLETE
 
