@@ -25,6 +25,7 @@ class RankStatus:
         updating: An update session is open.
         probe_version: Version of syncguard in the rank.
         flushes: Prefix caches that the rank emptied since its start; 0 when it does not count them.
+        graphs: Kinds of captured graphs that the rank replays, such as `decode`; they read weights by address.
     """
 
     rank: RankIdentity
@@ -33,6 +34,7 @@ class RankStatus:
     updating: bool
     probe_version: str
     flushes: int = 0
+    graphs: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +96,21 @@ class Scoring:
 
 
 @dataclass(frozen=True, slots=True)
+class DecodeScoring:
+    """Scores of a given response by incremental decode (D), or why this engine cannot give them.
+
+    Attributes:
+        scoring: The scores; None where the engine cannot.
+        how: Path that computed them, for the record; empty where there are none.
+        cannot: Why there are none; empty where there are some.
+    """
+
+    scoring: Scoring | None
+    how: str = ""
+    cannot: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class FlushResult:
     """Whether the engine confirmed that its prefix cache is empty.
 
@@ -130,6 +147,12 @@ class EngineAdapter(Protocol):
 
     def score(self, input_ids: Sequence[int], *, prompt_length: int) -> Scoring:
         """Score a saved response by prefill; no new tokens."""
+
+    def score_by_decode(self, input_ids: Sequence[int], *, prompt_length: int) -> DecodeScoring:
+        """Score a saved response by teacher-forced incremental decode, each saved id in place of a sampled one.
+
+        Optional: an engine that cannot says so in `DecodeScoring.cannot` and touches nothing.
+        """
 
     def close(self) -> None:
         """Release connections; the engine itself goes on."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from syncguard.engines.base import EngineStatus
+from syncguard.engines.base import DecodeScoring, EngineStatus
 from syncguard.engines.faults import FaultKind
 from syncguard.engines.local_worker import LocalWorker
 from syncguard.engines.rank_probe import probe_version
@@ -68,6 +68,11 @@ class LocalEngine:
     def score(self, input_ids: Sequence[int], *, prompt_length: int) -> Scoring:
         """Score a saved response by prefill."""
         return self._live().score(input_ids, prompt_length=prompt_length)
+
+    def score_by_decode(self, input_ids: Sequence[int], *, prompt_length: int) -> DecodeScoring:
+        """Score a saved response by incremental decode over the key/value cache."""
+        scoring = self._live().score_by_decode(input_ids, prompt_length=prompt_length)
+        return DecodeScoring(scoring, how="incremental decode, one saved id a step")
 
     def close(self) -> None:
         """Do nothing: there is no connection, and the worker goes on."""

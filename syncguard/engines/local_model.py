@@ -27,7 +27,7 @@ from syncguard.engines.local_layers import (
 from syncguard.engines.local_moe import FusedMoE, Qwen3MoeSparseMoeBlock
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from syncguard.engines.local_cache import KVCache
     from syncguard.engines.local_config import LocalConfig
@@ -269,7 +269,13 @@ def all_reduce(addends: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def forward_ranks(
-    ranks: Sequence[Qwen3ForCausalLM], ids: torch.Tensor, caches: Sequence[KVCache], *, start: int, logits_from: int
+    ranks: Sequence[Qwen3ForCausalLM],
+    ids: torch.Tensor,
+    caches: Sequence[KVCache],
+    *,
+    start: int,
+    logits_from: int,
+    observe: Callable[[str, torch.Tensor, torch.Tensor], None] | None = None,
 ) -> torch.Tensor:
     """Run all ranks in step over tokens that follow those in the caches.
 
@@ -279,21 +285,38 @@ def forward_ranks(
         caches: One per rank, holding `start` tokens; extended by these.
         start: Position of the first token.
         logits_from: First of these tokens whose logits are wanted.
+        observe: Called with module name, input and summed output of each point of the computation.
 
     Returns:
         fp32 `[tokens - logits_from, vocabulary]`, cut to the real vocabulary.
     """
     positions = torch.arange(start, start + ids.numel())
     hidden = all_reduce([rank.model.embed_tokens.embed(ids) for rank in ranks])
+    if observe is not None:
+        observe("model.embed_tokens", ids, hidden)
     for index in range(len(ranks[0].model.layers)):
         layers: list[Any] = [rank.model.layers[index] for rank in ranks]
-        hidden = hidden + all_reduce(
+        before = hidden
+        normed = [layer.input_layernorm(hidden) for layer in layers]
+        attended = all_reduce(
             [
-                layer.self_attn(layer.input_layernorm(hidden), positions, cache, index)
-                for layer, cache in zip(layers, caches, strict=True)
+                layer.self_attn(x, positions, cache, index)
+                for layer, x, cache in zip(layers, normed, caches, strict=True)
             ]
         )
-        hidden = hidden + all_reduce([layer.mlp(layer.post_attention_layernorm(hidden)) for layer in layers])
+        hidden = hidden + attended
+        given = [layer.post_attention_layernorm(hidden) for layer in layers]
+        added = all_reduce([layer.mlp(x) for layer, x in zip(layers, given, strict=True)])
+        hidden = hidden + added
+        if observe is not None:
+            name = f"model.layers.{index}"
+            observe(f"{name}.self_attn", normed[0], attended)
+            observe(f"{name}.mlp", given[0], added)
+            observe(name, before, hidden)
     last = [rank.model.norm(hidden[logits_from:]) for rank in ranks]
     logits = torch.cat([functional.linear(h, rank.lm_head.weight) for h, rank in zip(last, ranks, strict=True)], dim=-1)
-    return logits[:, : ranks[0].config.vocab_size].float()
+    logits = logits[:, : ranks[0].config.vocab_size].float()
+    if observe is not None:
+        observe("model.norm", hidden[logits_from:], last[0])
+        observe("logits", last[0], logits)
+    return logits

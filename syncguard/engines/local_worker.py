@@ -19,13 +19,13 @@ from syncguard.engines.local_cache import PrefixCache
 from syncguard.engines.local_config import LocalConfig
 from syncguard.engines.local_damage import damage
 from syncguard.engines.local_model import build_ranks, forward_ranks
-from syncguard.engines.rank_probe import RankProbe
+from syncguard.engines.rank_probe import RankProbe, tensor_addresses
 from syncguard.errors import CheckpointError, EngineError, UnreachableError, UsageError
 from syncguard.layout.model import RankIdentity
 from syncguard.spec import dtype_named
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from syncguard.engines.faults import Fault
     from syncguard.manifest.model import RankObservation
@@ -43,6 +43,7 @@ class LocalWorker:
         ep_size: Expert-parallel ranks among them; divides `tp_size`.
         dtype: Canonical dtype of the resident weights; empty takes the config's.
         faults: What shall go wrong.
+        graphs: Say that a decode graph was captured at each start, as an engine with CUDA graphs would.
 
     Raises:
         CheckpointError: The folder cannot be loaded.
@@ -51,7 +52,14 @@ class LocalWorker:
     """
 
     def __init__(
-        self, folder: Path, *, tp_size: int = 1, ep_size: int = 1, dtype: str = "", faults: FaultPlan | None = None
+        self,
+        folder: Path,
+        *,
+        tp_size: int = 1,
+        ep_size: int = 1,
+        dtype: str = "",
+        faults: FaultPlan | None = None,
+        graphs: bool = False,
     ) -> None:
         """Load the checkpoint and start at epoch 0."""
         self.folder = folder
@@ -61,6 +69,7 @@ class LocalWorker:
         self._tp_size, self._ep_size = tp_size, ep_size
         self._dtype = _torch_dtype(dtype or self.config.dtype)
         self.faults = faults or FaultPlan()
+        self._captures_graphs = graphs
         self._lock = threading.RLock()
         self._alive = True
         self._boot()
@@ -76,6 +85,9 @@ class LocalWorker:
             RankProbe(RankIdentity(tp_rank=index, tp_size=self._tp_size), lambda model=model: model)  # type: ignore[misc]
             for index, model in enumerate(self.ranks)
         ]
+        if self._captures_graphs:
+            for probe, model in zip(self.probes, self.ranks, strict=True):
+                probe.graphs_captured({"decode": tensor_addresses(model)})
 
     @property
     def alive(self) -> bool:
@@ -85,6 +97,10 @@ class LocalWorker:
     def stop(self) -> None:
         """Stop answering, as a worker whose process died."""
         self._alive = False
+
+    def resume(self) -> None:
+        """Answer again, as a worker that was cut off and kept its memory."""
+        self._alive = True
 
     def restart(self) -> None:
         """Come up again with the weights on disk, a new incarnation, epoch 0 and the launch label."""
@@ -220,27 +236,47 @@ class LocalWorker:
             self._require_alive()
             ids = self._checked(prompt_ids, extra=max_new_tokens)
             draw = torch.Generator().manual_seed(seed)
-            start, caches = self._cache.match(ids, limit=len(ids) - 1)
-            response: list[int] = []
-            scores: list[float] = []
-            pending = ids[start:]
-            for _ in range(max_new_tokens):
-                logits = forward_ranks(
-                    self.ranks, torch.tensor(pending), caches, start=start, logits_from=len(pending) - 1
-                )
-                start += len(pending)
-                logprobs = torch.log_softmax(logits[-1], dim=-1)
-                token = int(torch.multinomial(logprobs.exp(), 1, generator=draw))
-                response.append(token)
-                scores.append(float(logprobs[token]))
-                pending = [token]
-            self._cache.keep((ids + response)[:start], caches)
+            response, scores, _ = self._decoded(
+                ids, max_new_tokens, lambda logprobs, _: int(torch.multinomial(logprobs.exp(), 1, generator=draw))
+            )
             return Generation(
                 tuple(response),
                 self._shifted(scores),
                 self.label,
                 {"temperature": 1.0, "max_new_tokens": max_new_tokens, "seed": seed},
             )
+
+    def score_by_decode(self, input_ids: Sequence[int], *, prompt_length: int) -> Scoring:
+        """Score the response as generation does, step by step over the key/value cache, with the saved ids forced.
+
+        Raises:
+            EngineError: Ids outside the vocabulary, too many positions, or no response.
+        """
+        with self._lock, torch.no_grad():
+            self._require_alive()
+            ids = self._checked_response(input_ids, prompt_length)
+            saved = ids[prompt_length:]
+            response, scores, cached = self._decoded(ids[:prompt_length], len(saved), lambda _, step: saved[step])
+            return Scoring(tuple(response), tuple(scores), cached_tokens=cached)
+
+    def _decoded(
+        self, ids: list[int], count: int, choose: Callable[[torch.Tensor, int], int]
+    ) -> tuple[list[int], list[float], int]:
+        """Prefill the prompt, then decode: tokens chosen, their scores, and prompt tokens that were cached."""
+        cached, caches = self._cache.match(ids, limit=len(ids) - 1)
+        start, pending = cached, ids[cached:]
+        response: list[int] = []
+        scores: list[float] = []
+        for step in range(count):
+            logits = forward_ranks(self.ranks, torch.tensor(pending), caches, start=start, logits_from=len(pending) - 1)
+            start += len(pending)
+            logprobs = torch.log_softmax(logits[-1], dim=-1)
+            token = choose(logprobs, step)
+            response.append(token)
+            scores.append(float(logprobs[token]))
+            pending = [token]
+        self._cache.keep((ids + response)[:start], caches)
+        return response, scores, cached
 
     def score(self, input_ids: Sequence[int], *, prompt_length: int) -> Scoring:
         """Score the response by one prefill pass; the kept prefix may cover the prompt but for its last token.
@@ -250,9 +286,7 @@ class LocalWorker:
         """
         with self._lock, torch.no_grad():
             self._require_alive()
-            ids = self._checked(input_ids)
-            if not 1 <= prompt_length < len(ids):
-                raise EngineError("nothing to score", expected="a prompt and a response", found=f"{prompt_length=}")
+            ids = self._checked_response(input_ids, prompt_length)
             start, caches = self._cache.match(ids, limit=prompt_length - 1)
             logits = forward_ranks(
                 self.ranks, torch.tensor(ids[start:-1]), caches, start=start, logits_from=prompt_length - 1 - start
@@ -273,6 +307,12 @@ class LocalWorker:
                 "request refused", expected=f"1 to {room} ids below {limit}", found=f"{len(ids)} ids, {extra} new"
             )
         return [int(token) for token in ids]
+
+    def _checked_response(self, input_ids: Sequence[int], prompt_length: int) -> list[int]:
+        ids = self._checked(input_ids)
+        if not 1 <= prompt_length < len(ids):
+            raise EngineError("nothing to score", expected="a prompt and a response", found=f"{prompt_length=}")
+        return ids
 
     def _load(self, named: Iterable[tuple[str, torch.Tensor]], stream: FaultyStream) -> Iterator[str]:
         """Load what arrives on every rank that listens; yields the names."""

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 import httpx
 import msgspec
 
-from syncguard.engines.base import EngineStatus, FlushResult, Generation, Scoring
+from syncguard.engines.base import DecodeScoring, EngineStatus, FlushResult, Generation, Scoring
 from syncguard.engines.probe_wire import (
     ProbeAnswer,
     ProbeOp,
@@ -23,6 +23,7 @@ from syncguard.engines.probe_wire import (
     encode_request,
     unpack_observation,
 )
+from syncguard.engines.sglang_inside import forcing
 from syncguard.errors import EngineError, ScoreError, UnreachableError, UnsupportedError
 from syncguard.layout.model import RankLayout
 from syncguard.manifest.model import RankObservation
@@ -156,6 +157,15 @@ class SglangEngine:
             EngineError: The answer lacks scores, or has another number of them than tokens.
             ScoreError: A score is not finite.
         """
+        ids, scores, meta = self._generated(prompt_ids, max_new_tokens, seed)
+        label = str(meta.get("weight_version") or "")
+        return Generation(
+            ids, scores, label, {**SETTINGS, "max_new_tokens": float(max_new_tokens), "seed": float(seed)}
+        )
+
+    def _generated(
+        self, prompt_ids: Sequence[int], max_new_tokens: int, seed: int
+    ) -> tuple[tuple[int, ...], tuple[float, ...], dict[str, Any]]:
         sampling = {**SETTINGS, "max_new_tokens": max_new_tokens, "ignore_eos": True, "sampling_seed": seed}
         body = self._post_json(
             "/generate", {"input_ids": list(prompt_ids), "sampling_params": sampling, "return_logprob": True}
@@ -170,10 +180,26 @@ class SglangEngine:
                 where=self._url,
                 todo="see the engine's log",
             )
-        label = str(meta.get("weight_version") or "")
-        return Generation(
-            ids, scores, label, {**SETTINGS, "max_new_tokens": float(max_new_tokens), "seed": float(seed)}
-        )
+        return ids, scores, meta
+
+    def score_by_decode(self, input_ids: Sequence[int], *, prompt_length: int) -> DecodeScoring:
+        """Score a saved response by the server's own decode, each sampled id replaced by the saved one in the rank.
+
+        Needs a server that looks inside (`sglang_inside`) and has no other traffic.
+
+        Raises:
+            EngineError: Another request ran meanwhile.
+        """
+        saved = [int(token) for token in input_ids[prompt_length:]]
+        try:
+            with forcing(self._client, saved, prompt_length) as answers:
+                ids, scores, meta = self._generated(input_ids[:prompt_length], len(saved), 0)
+        except UnsupportedError as error:
+            return DecodeScoring(None, cannot=error.text())
+        if any(answer.forced != len(saved) for answer in answers):
+            return DecodeScoring(None, cannot="this server draws its tokens where our hook does not see it")
+        how = "decode of the engine, the sampler's choice replaced in the rank"
+        return DecodeScoring(Scoring(ids, scores, int(meta.get("cached_tokens", -1))), how)
 
     def score(self, input_ids: Sequence[int], *, prompt_length: int) -> Scoring:
         """Score a saved response by prefill; no new tokens.

@@ -7,22 +7,32 @@ points (attention, feed-forward); there, the operator's captured input is replay
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, Final
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import numpy as np
 
 from syncguard.errors import ScoreError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     import numpy.typing as npt
 
+    Side: TypeAlias = Callable[[Sequence[str]], Mapping[str, npt.ArrayLike]]
+
+LOGITS: Final = "logits"
+"""Point of the logits of the response, whatever module or function makes them."""
+CHOSEN: Final = "#chosen"
+WEIGHTS: Final = "#weights"
+"""Suffixes of the two values of a router: expert ids and routing weights."""
 GROWTH: Final = 8.0
 """Growth of the relative error from one point to the next that rounding does not make."""
 FLOORS: Final[dict[str, float]] = {"float32": 2e-6, "bfloat16": 2e-2, "float16": 2e-3}
 """Relative error that rounding leaves, by the dtype of the computation; unit roundoff times a few operations."""
+TWO_ENGINES: Final = 10.0
+"""Factor on the floor where the sides are two implementations: other kernels, other orders of sums."""
+_AT_ONCE: Final = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,8 +120,73 @@ def find_growth(
 
 def inner_points(name: str) -> tuple[str, ...]:
     """Return the points inside a decoder layer, or none where there is nothing between its ends."""
-    tail = name.rpartition(".")[2]
-    return (f"{name}.self_attn", f"{name}.mlp") if tail.isdigit() else ()
+    return (f"{name}.self_attn", f"{name}.mlp") if is_layer(name) else ()
+
+
+def is_layer(name: str) -> bool:
+    """Return whether a point is a whole decoder layer, `model.layers.N`."""
+    head, _, number = name.rpartition(".")
+    return head == "model.layers" and number.isdigit()
+
+
+def is_router(name: str) -> bool:
+    """Return whether a point is the experts of a layer, whose inputs say how tokens were routed."""
+    return name.endswith(".mlp.experts")
+
+
+def locate(
+    left: Side,
+    right: Side,
+    points: Sequence[str],
+    *,
+    floor: float,
+    at_once: int = _AT_ONCE,
+    on_pass: Callable[[InsideReport], None] | None = None,
+) -> list[InsideReport]:
+    """Narrow down where two computations part: few points over all layers, then inside the interval, then inside the layer.
+
+    Args:
+        left: Captures points of one side: names → [tokens, channels] each.
+        right: The same of the other side.
+        points: All points in the order of the computation, as `usual_points` gives them.
+        floor: Relative error that rounding explains.
+        at_once: Most points between the ends of one pass, so that a capture stays small.
+        on_pass: Called with the report of each pass.
+
+    Returns:
+        The report of each pass; the last one is the narrowest. One report, with no end, where all points agree.
+    """
+    asked = _spread(points, at_once)
+    reports: list[InsideReport] = []
+    while True:
+        found = find_growth(left(asked), right(asked), asked, floor=floor)
+        reports.append(found)
+        if on_pass is not None:
+            on_pass(found)
+        if found.end is None:
+            return reports
+        inside = _between(points, found.start or "", found.end)
+        if inside:
+            asked = [*filter(None, [found.start]), *_spread(inside, at_once), found.end]
+        elif found.refine and not any(name in asked for name in found.refine):
+            asked = [*filter(None, [found.start]), *found.refine, found.end]
+        else:
+            return reports
+
+
+def _between(points: Sequence[str], start: str, end: str) -> list[str]:
+    """Return the points strictly inside an interval; none where it is inside a layer already."""
+    if end not in points or (start and start not in points):
+        return []
+    return list(points[points.index(start) + 1 if start else 0 : points.index(end)])
+
+
+def _spread(points: Sequence[str], at_once: int) -> list[str]:
+    """Return at most `at_once` points, the first and the last among them, evenly spread."""
+    if len(points) <= at_once:
+        return list(points)
+    picks = np.unique(np.linspace(0, len(points) - 1, at_once).round().astype(int))
+    return [points[index] for index in picks]
 
 
 def _gap(
@@ -152,6 +227,7 @@ class RoutingGap:
         reordered_share: Share with the same set in another order of weight.
         weight_mae: MAE of the routing weights of experts chosen on both sides.
         first_flipped: First token with another set, -1 without one.
+        name: Experts whose routing was compared.
     """
 
     tokens: int
@@ -159,6 +235,25 @@ class RoutingGap:
     reordered_share: float
     weight_mae: float
     first_flipped: int
+    name: str = ""
+
+
+def compare_routers(
+    left: Mapping[str, npt.ArrayLike], right: Mapping[str, npt.ArrayLike], names: Sequence[str]
+) -> tuple[RoutingGap, ...]:
+    """Compare the captured routing of several layers, in their order.
+
+    Raises:
+        ScoreError: A layer is missing on a side, or shapes disagree.
+    """
+    gaps = []
+    for name in names:
+        for key in (f"{name}{CHOSEN}", f"{name}{WEIGHTS}"):
+            if key not in left or key not in right:
+                raise ScoreError("routing was not captured", expected=key, found="left" if key in right else "right")
+        ours, theirs = f"{name}{CHOSEN}", f"{name}{WEIGHTS}"
+        gaps.append(replace(compare_routing(left[ours], right[ours], left[theirs], right[theirs]), name=name))
+    return tuple(gaps)
 
 
 def compare_routing(

@@ -1,4 +1,4 @@
-"""Capturing intermediate outputs and operator inputs of a torch model by module name, through forward hooks.
+"""Capturing intermediate outputs, expert choices and operator inputs of a torch model by module name, through hooks.
 
 Works on Transformers and on the model inside an SGLang rank, whose layers hold back the residual: some return
 `(hidden, residual)`, Qwen3 of 0.5.23 leaves it in `forward_batch.residual_stream` (`layers/layer_boundary/residual`). The residual
@@ -16,10 +16,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from syncguard.errors import RecordError, ScoreError
+from syncguard.replay.inside import CHOSEN, LOGITS, WEIGHTS, is_layer, is_router
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
 MAX_BYTES: Final = 1 << 30
 """Most that one capture may keep; a capture is a magnifying glass, not a recorder."""
@@ -29,7 +30,7 @@ class Capture:
     """Outputs of modules, in float32 on the CPU, tokens of several forwards one after another.
 
     Attributes:
-        values: Module name → [tokens, channels].
+        values: Point → [tokens, channels]; a router has two, `NAME#chosen` (int64) and `NAME#weights`, [tokens, top_k] each.
     """
 
     def __init__(self) -> None:
@@ -44,8 +45,20 @@ class Capture:
             ScoreError: Not a tensor of tokens by channels, or more than `MAX_BYTES` in all.
         """
         stream = residual_stream(output)
-        rows = stream.detach().reshape(-1, stream.shape[-1]).to("cpu", torch.float32)
-        self._bytes += rows.numel() * 4
+        self._keep(name, stream.detach().reshape(-1, stream.shape[-1]).to("cpu", torch.float32))
+
+    def add_routing(self, name: str, inputs: Sequence[Any]) -> None:
+        """Keep expert ids and routing weights, as the experts of a layer were given them.
+
+        Raises:
+            ScoreError: The inputs hold no routing, or too much is kept.
+        """
+        chosen, weights = routing_of(name, inputs)
+        self._keep(f"{name}{CHOSEN}", chosen.detach().to("cpu", torch.int64))
+        self._keep(f"{name}{WEIGHTS}", weights.detach().to("cpu", torch.float32))
+
+    def _keep(self, name: str, rows: torch.Tensor) -> None:
+        self._bytes += rows.numel() * rows.element_size()
         if self._bytes > MAX_BYTES:
             raise ScoreError("capture too large", expected=f"at most {MAX_BYTES} bytes", found=self._bytes, where=name)
         known = self.values.get(name)
@@ -72,24 +85,42 @@ def residual_stream(output: Any) -> torch.Tensor:
     return first
 
 
+def routing_of(name: str, inputs: Sequence[Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return expert ids and routing weights, [tokens, top_k] each, out of the inputs of a layer's experts.
+
+    SGLang hands one object with `topk_ids` and `topk_weights` (`layers/moe/topk.py`, 0.5.23), Transformers two tensors.
+
+    Raises:
+        ScoreError: The inputs hold neither.
+    """
+    for value in inputs:
+        ids, weights = getattr(value, "topk_ids", None), getattr(value, "topk_weights", None)
+        if isinstance(ids, torch.Tensor) and isinstance(weights, torch.Tensor):
+            return ids, weights
+    tensors = [value for value in inputs if isinstance(value, torch.Tensor)]
+    if len(tensors) == 3 and not tensors[1].is_floating_point():  # noqa: PLR2004 - hidden states, ids, weights
+        return tensors[1], tensors[2]
+    raise ScoreError("no routing among the inputs of experts", expected="expert ids and weights", where=name)
+
+
 def usual_points(model: Any) -> list[str]:
-    """Return embedding, decoder layers and final norm, in the order of the computation.
+    """Return embedding, decoder layers, final norm and logits, in the order of the computation.
 
     Raises:
         ScoreError: The model is not laid out as `model.embed_tokens`, `model.layers.N`, `model.norm`.
     """
     names = dict(model.named_modules())
-    layers = sorted((name for name in names if _is_layer(name)), key=lambda name: int(name.rpartition(".")[2]))
+    layers = sorted((name for name in names if is_layer(name)), key=lambda name: int(name.rpartition(".")[2]))
     if "model.embed_tokens" not in names or "model.norm" not in names or not layers:
         raise ScoreError(
             "no usual points", expected="model.embed_tokens, model.layers.N, model.norm", found=type(model).__name__
         )
-    return ["model.embed_tokens", *layers, "model.norm"]
+    return ["model.embed_tokens", *layers, "model.norm", LOGITS]
 
 
-def _is_layer(name: str) -> bool:
-    head, _, number = name.rpartition(".")
-    return head == "model.layers" and number.isdigit()
+def routers_of(model: Any) -> list[str]:
+    """Return the names of the experts whose routing can be captured; none for a dense model."""
+    return [name for name, _ in model.named_modules() if is_router(name)]
 
 
 def stream_of(name: str, inputs: tuple[Any, ...], keywords: dict[str, Any], output: Any) -> Any:
@@ -100,7 +131,7 @@ def stream_of(name: str, inputs: tuple[Any, ...], keywords: dict[str, Any], outp
     """
     if name.endswith("norm") and isinstance(output, tuple):
         return output[0]
-    if _is_layer(name) and isinstance(output, torch.Tensor):
+    if is_layer(name) and isinstance(output, torch.Tensor):
         for value in (*inputs, *keywords.values()):
             held = getattr(getattr(value, "residual_stream", None), "residual", None)
             if isinstance(held, torch.Tensor) and held.shape == output.shape:
@@ -108,28 +139,58 @@ def stream_of(name: str, inputs: tuple[Any, ...], keywords: dict[str, Any], outp
     return output
 
 
+def response_rows(name: str, output: torch.Tensor, prompt_length: int) -> torch.Tensor:
+    """Return the rows of a point that are compared: all, and of logits those that an engine computes for a response."""
+    rows = output.reshape(-1, output.shape[-1])
+    return rows[prompt_length - 1 :] if name == LOGITS else rows
+
+
 @contextmanager
-def capturing(model: Any, names: Sequence[str]) -> Iterator[Capture]:
-    """Capture the outputs of named modules while the block runs; the hooks are removed in any case.
+def capturing(model: Any, names: Sequence[str], *, prompt_length: int = 1) -> Iterator[Capture]:
+    """Capture the outputs of named points while the block runs; the hooks are removed in any case.
+
+    Args:
+        model: Transformers' model or that of an SGLang rank.
+        names: Module names; `logits` and the experts of a layer (`….mlp.experts`, for its routing) are understood too.
+        prompt_length: Of a model that returns the logits of all tokens, the first row kept is that before the response.
 
     Raises:
         ScoreError: The model has no such module.
     """
     modules = dict(model.named_modules())
-    unknown = [name for name in names if name not in modules]
+    engine = getattr(modules.get("logits_processor"), "_get_logits", None)
+    named = ["lm_head" if name == LOGITS else name for name in names if not (name == LOGITS and engine)]
+    unknown = [name for name in named if name not in modules]
     if unknown:
         raise ScoreError("no such module", expected="names of the live model", found=", ".join(unknown[:3]))
     kept = Capture()
 
     def hook(name: str) -> Callable[..., None]:
+        if is_router(name):
+            return lambda _module, inputs, keywords, _: kept.add_routing(name, [*inputs, *keywords.values()])
+        if name == "lm_head":
+            return lambda _module, _inputs, _keywords, output: kept.add(
+                LOGITS, response_rows(LOGITS, residual_stream(output), prompt_length)
+            )
         return lambda _module, inputs, keywords, output: kept.add(name, stream_of(name, inputs, keywords, output))
 
-    handles = [modules[name].register_forward_hook(hook(name), with_kwargs=True) for name in names]
+    handles = [modules[name].register_forward_hook(hook(name), with_kwargs=True) for name in named]
+    tapped = modules["logits_processor"] if engine is not None and LOGITS in names else None
+    if tapped is not None:
+
+        def logits(*args: Any, **kwargs: Any) -> Any:
+            output = engine(*args, **kwargs)  # type: ignore[misc]
+            kept.add(LOGITS, output)
+            return output
+
+        tapped._get_logits = logits  # noqa: SLF001 - the head is no call of a module there
     try:
         yield kept
     finally:
         for handle in handles:
             handle.remove()
+        if tapped is not None:
+            del tapped._get_logits  # noqa: SLF001 - the method of the class shows again
 
 
 @contextmanager
@@ -151,8 +212,8 @@ def saving_operator_input(model: Any, name: str, path: str | os.PathLike[str]) -
             return
         given = {str(i): value for i, value in enumerate(inputs)} | keywords
         tensors = {f"input.{key}": value for key, value in given.items() if isinstance(value, torch.Tensor)}
-        tensors["output"] = residual_stream(output)
-        saved.update({key: value.detach().cpu().clone().contiguous() for key, value in tensors.items()})
+        tensors["output"] = residual_stream(stream_of(name, inputs, keywords, output))
+        saved.update({key: value.detach().cpu().clone() for key, value in tensors.items()})
 
     handle = modules[name].register_forward_hook(keep, with_kwargs=True)
     try:
@@ -161,11 +222,31 @@ def saving_operator_input(model: Any, name: str, path: str | os.PathLike[str]) -
         handle.remove()
     if not saved:
         raise ScoreError("the operator was not called", where=name, todo="run the forward inside the block")
+    save_operator(path, name, saved)
+
+
+def save_operator(path: str | os.PathLike[str], name: str, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Write an operator's input and output, whole or not at all."""
     target = Path(path)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as folder:
         beside = Path(folder) / "operator"
-        save_file(saved, beside, {"module": name})
+        save_file({key: value.detach().cpu().contiguous() for key, value in tensors.items()}, beside, {"module": name})
         beside.replace(target)
+
+
+def load_operator(path: str | os.PathLike[str]) -> dict[str, torch.Tensor]:
+    """Read what `save_operator` wrote.
+
+    Raises:
+        RecordError: The file is damaged or of another kind.
+    """
+    try:
+        saved: dict[str, torch.Tensor] = load_file(path)
+    except Exception as error:  # safetensors and the file system raise many kinds
+        raise RecordError("not a saved operator", found=error, where=path) from error
+    if "output" not in saved:
+        raise RecordError("not a saved operator", expected="an output", found=sorted(saved)[:3], where=path)
+    return saved
 
 
 def replay_operator(operator: Callable[..., Any], path: str | os.PathLike[str]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -183,11 +264,8 @@ def replay_operator(operator: Callable[..., Any], path: str | os.PathLike[str]) 
     Raises:
         RecordError: The file is damaged or of another kind.
     """
-    try:
-        saved = load_file(path)
-        expected = saved.pop("output")
-    except Exception as error:  # safetensors and the file system raise many kinds
-        raise RecordError("not a saved operator", found=error, where=path) from error
+    saved = load_operator(path)
+    expected = saved.pop("output")
     names = [name.removeprefix("input.") for name in saved]
     positional = [saved[f"input.{i}"] for i in sorted(int(name) for name in names if name.isdigit())]
     keywords = {name: saved[f"input.{name}"] for name in names if not name.isdigit()}

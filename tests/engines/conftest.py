@@ -13,6 +13,7 @@ import torch
 from tiny_models import save_tiny_checkpoint
 
 from syncguard.engines.sglang import SglangEngine
+from syncguard.engines.sglang_inside import DIRECTORY_VARIABLE
 from syncguard.engines.sglang_launch import RunningServer, launch
 
 STANDINS = Path(__file__).parents[2] / "scripts" / "sglang-cpu"
@@ -56,7 +57,16 @@ def serve(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Se
                 folder = tmp_path_factory.mktemp(f"{kind}-{dtype}-{tp}")
                 checkpoint = save_tiny_checkpoint(folder / "checkpoint", kind, seed=0, dtype=getattr(torch, dtype))
                 log_path = folder / "server.log"
-                server = launch(checkpoint, log_path=log_path, dtype=dtype, tp=tp, standins=STANDINS, timeout_s=600)
+                inside = {DIRECTORY_VARIABLE: str(folder)} if dtype == "bfloat16" or kind != "qwen3" else {}
+                server = launch(
+                    checkpoint,
+                    log_path=log_path,
+                    dtype=dtype,
+                    tp=tp,
+                    standins=STANDINS,
+                    env_extra=inside,
+                    timeout_s=600,
+                )
                 closing.enter_context(server)
                 engine = closing.enter_context(SglangEngine(server.base_url))
                 http = closing.enter_context(httpx.Client(base_url=server.base_url, timeout=300, trust_env=False))

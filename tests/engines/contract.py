@@ -36,6 +36,7 @@ class Rig:
         restart: Restarts the engine from `first`; None when that is too slow to try.
         noise_nats: Largest |A-B| that this engine shows on this model.
         ranks: Ranks that it must have.
+        forces: Whether it decodes saved ids.
     """
 
     adapter: EngineAdapter
@@ -46,6 +47,7 @@ class Rig:
     restart: Callable[[], Any] | None
     noise_nats: float
     ranks: int
+    forces: bool = True
 
 
 def observed(adapter: EngineAdapter, key_seed: bytes = DEFAULT_KEY_SEED) -> WorkerObservation:
@@ -164,6 +166,28 @@ class EngineContract:
         difference = np.abs(np.subtract(made.logprobs_nats, scored.logprobs_nats))
         assert difference.max() <= rig.noise_nats
         assert max(made.logprobs_nats) <= 0
+
+    def test_teacher_forced_decode_repeats_generation_to_the_last_bit_or_says_why_it_cannot(self, rig: Rig):
+        rig.load(rig.first, "run@1")
+        assert rig.adapter.flush().confirmed
+        made = rig.adapter.generate(PROMPT, max_new_tokens=12, seed=6)
+        assert rig.adapter.flush().confirmed
+        found = rig.adapter.score_by_decode((*PROMPT, *made.response_ids), prompt_length=len(PROMPT))
+        assert bool(found.cannot) != bool(found.scoring), found
+        if found.scoring is None:
+            assert not rig.forces, found.cannot
+            return
+        assert found.scoring.response_ids == made.response_ids
+        assert found.scoring.logprobs_nats == made.logprobs_nats
+        assert found.scoring.cached_tokens <= 0
+        other = tuple((token + 1) % 100 for token in made.response_ids)
+        forced = rig.adapter.score_by_decode((*PROMPT, *other), prompt_length=len(PROMPT)).scoring
+        assert forced.response_ids == other
+        assert rig.adapter.flush().confirmed
+        prefilled = rig.adapter.score((*PROMPT, *other), prompt_length=len(PROMPT))
+        assert np.abs(np.subtract(forced.logprobs_nats, prefilled.logprobs_nats)).max() <= rig.noise_nats
+        again = rig.adapter.generate(PROMPT, max_new_tokens=12, seed=6)
+        assert again.response_ids != other
 
     def test_the_scored_ids_come_back(self, rig: Rig):
         response = (11, 64, 2, 101)

@@ -49,6 +49,7 @@ class TestSglangEngine(EngineContract):
             restart=None,
             noise_nats=2e-5 if served.dtype == "float32" else 0.15,
             ranks=served.tp,
+            forces=served.dtype == "bfloat16",  # the other one runs as an ordinary server does
         )
 
     def test_each_rank_counts_the_flush_that_it_did(self, rig: Rig):

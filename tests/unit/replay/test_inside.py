@@ -37,8 +37,9 @@ def reference():
 
 def test_the_usual_points_are_embedding_layers_and_final_norm_in_order(reference):
     names, points = reference
-    assert names == ["model.embed_tokens", *(f"model.layers.{i}" for i in range(4)), "model.norm"]
+    assert names == ["model.embed_tokens", *(f"model.layers.{i}" for i in range(4)), "model.norm", "logits"]
     assert points["model.layers.2"].shape == (9, 64)
+    assert points["logits"].shape == (9, 130)
 
 
 def test_the_same_model_agrees_at_every_point(reference):
@@ -56,6 +57,7 @@ def test_the_same_model_agrees_at_every_point(reference):
         ("model.layers.2.self_attn.o_proj", "model.layers.1", "model.layers.2"),
         ("model.layers.3.input_layernorm", "model.layers.2", "model.layers.3"),
         ("model.norm", "model.layers.3", "model.norm"),
+        ("lm_head", "model.norm", "logits"),
     ],
 )
 def test_the_interval_of_one_changed_weight_is_found(reference, module, start, end):
