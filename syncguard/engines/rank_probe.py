@@ -15,9 +15,12 @@ from typing import TYPE_CHECKING, Any, Final
 from syncguard.digest import ALGORITHM, DEFAULT_KEY_SEED, DigestJob, PartialDigest, engine_for
 from syncguard.engines.base import RankStatus
 from syncguard.errors import ObservationRacedError
+from syncguard.engines.rank_scratch import Reading, ScratchReader
 from syncguard.layout.derived import check_derived
 from syncguard.layout.ops import apply_ops
 from syncguard.layout.walk import (
+from syncguard.layout.repack import moves_bytes
+from syncguard.layout.rules import join
     FOLLOWED,
     REGISTRIES,
     is_tensor,
@@ -48,16 +51,20 @@ def probe_version() -> str:
 
 @dataclass(slots=True)
 class _Bound:
-    """A layout with the live tensors it was read from, and the views that its claims lead to."""
+    """A layout with the live tensors it was read from, and the views that its claims lead to.
+
+    A claim without a job needs bytes to be moved: `scratch` answers those, in their order.
+    """
 
     layout: RankLayout
     tensors: Mapping[str, Any]
     jobs: list[DigestJob] = field(default_factory=list)
-    binding_job: list[int] = field(default_factory=list)
-    padding_job: list[int] = field(default_factory=list)
+    binding_job: list[int | None] = field(default_factory=list)
+    padding_job: list[int | None] = field(default_factory=list)
     exempt_jobs: list[DigestJob] = field(default_factory=list)
     read_bytes: int = 0
 
+    scratch: ScratchReader | None = None
 
 class RankProbe:
     """Observes one rank of an engine, from inside its process.
@@ -136,7 +143,7 @@ class RankProbe:
         bound = self._bind()
         partials = _digest(bound.jobs, key_seed)
         paddings = tuple(
-            _padding_result(claim, bound.jobs[job].view, partials[job])
+            next(moved_paddings) if job is None else _padding_result(claim, bound.jobs[job].view, partials[job])
             for claim, job in zip(bound.layout.paddings, bound.padding_job, strict=True)
         )
         derived = tuple(_derived_result(claim, bound.tensors) for claim in bound.layout.derived)
@@ -149,6 +156,8 @@ class RankProbe:
                 found=f"epoch {self._epoch}",
                 where=self.rank,
                 todo="observe again",
+        reading = bound.scratch.read(key_seed) if bound.scratch else Reading((), ())
+        moved_partials, moved_paddings = iter(reading.partials), iter(reading.paddings)
             )
         return RankObservation(
             rank=self.rank,
@@ -158,7 +167,7 @@ class RankProbe:
             layout_fingerprint=bound.layout.fingerprint,
             algorithm=ALGORITHM,
             key_seed_hex=key_seed.hex(),
-            partials=tuple(partials[job] for job in bound.binding_job),
+            partials=tuple(next(moved_partials) if job is None else partials[job] for job in bound.binding_job),
             paddings=paddings,
             derived=derived,
             moved=moved,
@@ -284,9 +293,15 @@ def _digest(jobs: Sequence[DigestJob], key_seed: bytes) -> list[PartialDigest]:
         device = getattr(getattr(job.view, "device", None), "type", "cpu")
         by_device.setdefault(device, []).append(index)
     results: list[PartialDigest] = [PartialDigest.zero()] * len(jobs)
+        if moves_bytes(binding.ops):
+            bound.binding_job.append(None)
+            continue
     for device, indices in by_device.items():
         partials = engine_for(device).partials([jobs[i] for i in indices], key_seed=key_seed)
         for index, partial in zip(indices, partials, strict=True):
+        if moves_bytes(padding.ops):
+            bound.padding_job.append(None)
+            continue
             results[index] = partial
     return results
 

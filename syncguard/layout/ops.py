@@ -1,7 +1,7 @@
-"""The closed set of views that lead from a resident tensor to a box of a logical tensor.
+"""The closed set of operations that lead from a resident tensor to a box of a logical tensor.
 
-Every operation is a view (no copy) of numpy arrays and torch tensors alike, knows the shape it gives, and where it is
-one, the box of the input that it keeps. An operation outside this set is not expressible, hence UNSUPPORTED.
+Those of this module are views (no copy) of numpy arrays and torch tensors alike; `repack` has the few that move bytes and
+stand before them. Each knows the shape it gives. An operation outside this set is not expressible, hence UNSUPPORTED.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ from __future__ import annotations
 from typing import Any, Union
 
 import msgspec
+
+from syncguard.layout.repack import Rearrange, Recode
 
 
 class Narrow(msgspec.Struct, frozen=True, tag="narrow"):
@@ -100,11 +102,11 @@ class Unflatten(msgspec.Struct, frozen=True, tag="unflatten"):
         return (*shape[: self.dim], *self.sizes, *shape[self.dim + 1 :])
 
 
-ViewOp = Union[Narrow, Select, Transpose, Unflatten]  # noqa: UP007 - msgspec resolves it at run time on 3.10
+ViewOp = Union[Narrow, Select, Transpose, Unflatten, Rearrange, Recode]  # noqa: UP007 - msgspec resolves it at run time on 3.10
 
 
 def apply_ops(view: Any, ops: tuple[ViewOp, ...]) -> Any:
-    """Return the view after all operations; no element is copied."""
+    """Return what all operations give: a view, unless one of them moves bytes."""
     for op in ops:
         view = op.apply(view)
     return view

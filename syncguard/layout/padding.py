@@ -6,8 +6,10 @@ import sys
 from typing import Any
 
 
-def count_wrong_padding(view: Any, value_byte: int = 0) -> int:
-    """Return how many elements of a view have a byte that is not `value_byte`; a negative zero counts as wrong.
+def wrong_padding(view: Any, value_byte: int = 0) -> tuple[int, tuple[int, ...]]:
+    """Return how many elements of a view have a byte that is not `value_byte`, and the index of the first of them.
+
+    A negative zero counts as wrong. The index is empty when there is none.
 
     Args:
         view: Array of numpy or torch, any dtype and strides.
@@ -17,9 +19,26 @@ def count_wrong_padding(view: Any, value_byte: int = 0) -> int:
         torch = sys.modules["torch"]  # whoever made the tensor has imported it
         flat = view.detach().contiguous()
         raw = flat.reshape(-1).view(torch.uint8).reshape(-1, int(flat.element_size()))
-        return int((raw != value_byte).any(dim=1).sum())
-    import numpy as np
+        unlike = (raw != value_byte).any(dim=1)
+        count = int(unlike.sum())
+        first = int(unlike.int().argmax()) if count else 0
+    else:
+        import numpy as np
 
-    flat = np.ascontiguousarray(view)
-    raw = flat.reshape(-1).view(np.uint8).reshape(-1, flat.dtype.itemsize)
-    return int((raw != value_byte).any(axis=1).sum())
+        flat = np.ascontiguousarray(view)
+        raw = flat.reshape(-1).view(np.uint8).reshape(-1, flat.dtype.itemsize)
+        unlike = (raw != value_byte).any(axis=1)
+        count = int(unlike.sum())
+        first = int(unlike.argmax()) if count else 0
+    if not count:
+        return 0, ()
+    index = []
+    for size in reversed(tuple(int(n) for n in view.shape)):
+        first, rest = divmod(first, size)
+        index.append(rest)
+    return count, tuple(reversed(index))
+
+
+def count_wrong_padding(view: Any, value_byte: int = 0) -> int:
+    """Return how many elements of a view have a byte that is not `value_byte`; a negative zero counts as wrong."""
+    return wrong_padding(view, value_byte)[0]

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import TYPE_CHECKING
 
-from syncguard.layout.ops import Narrow, Select, Transpose, Unflatten
+from syncguard.layout.ops import Narrow, Select, Transpose, Unflatten, shape_after
+from syncguard.layout.repack import split_chain
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -64,7 +65,20 @@ def regions_of(
 
     Raises:
         UnprovableRegionError: A chain keeps a set of elements that is no union of few boxes.
+
+    Chains that move bytes are bijections up to their last such operation. Where all chains on a tensor begin with the
+    same ones, elements of what they give stand for those of the tensor.
     """
+    fronts = {split_chain(chain)[0] for chain in chains}
+    if fronts - {()}:
+        if len(fronts) > 1:
+            msg = f"claims in {len(fronts)} arrangements of the same bytes"
+            raise UnprovableRegionError(msg)
+        (front,) = fronts
+        if any(isinstance(op, (Narrow, Select)) for op in front):
+            msg = "elements are dropped before bytes are moved"
+            raise UnprovableRegionError(msg)
+        shape, chains = shape_after(shape, front), [chain[len(front) :] for chain in chains]
     if not any(isinstance(op, Unflatten) for chain in chains for op in chain):
         return shape, [[_box_of(shape, chain)] for chain in chains]
     kept = [_lattices(shape, chain) for chain in chains]
