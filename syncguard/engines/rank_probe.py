@@ -14,13 +14,12 @@ from typing import TYPE_CHECKING, Any, Final
 
 from syncguard.digest import ALGORITHM, DEFAULT_KEY_SEED, DigestJob, PartialDigest, engine_for
 from syncguard.engines.base import RankStatus
-from syncguard.errors import ObservationRacedError
 from syncguard.engines.rank_scratch import Reading, ScratchReader
+from syncguard.errors import ObservationRacedError
 from syncguard.layout.derived import check_derived
 from syncguard.layout.ops import apply_ops
-from syncguard.layout.walk import (
 from syncguard.layout.repack import moves_bytes
-from syncguard.layout.rules import join
+from syncguard.layout.walk import (
     FOLLOWED,
     REGISTRIES,
     is_tensor,
@@ -62,9 +61,9 @@ class _Bound:
     binding_job: list[int | None] = field(default_factory=list)
     padding_job: list[int | None] = field(default_factory=list)
     exempt_jobs: list[DigestJob] = field(default_factory=list)
+    scratch: ScratchReader | None = None
     read_bytes: int = 0
 
-    scratch: ScratchReader | None = None
 
 class RankProbe:
     """Observes one rank of an engine, from inside its process.
@@ -142,6 +141,8 @@ class RankProbe:
         before = self.status()
         bound = self._bind()
         partials = _digest(bound.jobs, key_seed)
+        reading = bound.scratch.read(key_seed) if bound.scratch else Reading((), ())
+        moved_partials, moved_paddings = iter(reading.partials), iter(reading.paddings)
         paddings = tuple(
             next(moved_paddings) if job is None else _padding_result(claim, bound.jobs[job].view, partials[job])
             for claim, job in zip(bound.layout.paddings, bound.padding_job, strict=True)
@@ -156,8 +157,6 @@ class RankProbe:
                 found=f"epoch {self._epoch}",
                 where=self.rank,
                 todo="observe again",
-        reading = bound.scratch.read(key_seed) if bound.scratch else Reading((), ())
-        moved_partials, moved_paddings = iter(reading.partials), iter(reading.paddings)
             )
         return RankObservation(
             rank=self.rank,
@@ -266,9 +265,15 @@ def _bound(layout: RankLayout, tensors: Mapping[str, Any]) -> _Bound:
 
     for binding in layout.bindings:
         tensor = binding.shard.tensor
+        if moves_bytes(binding.ops):
+            bound.binding_job.append(None)
+            continue
         view = _view(tensors[binding.resident], binding.ops)
         bound.binding_job.append(job(view, tensor.dtype, tensor.shape, binding.shard.box, tensor.fqn))
     for padding in layout.paddings:
+        if moves_bytes(padding.ops):
+            bound.padding_job.append(None)
+            continue
         view = _view(tensors[padding.resident], padding.ops)
         shape = tuple(int(n) for n in view.shape)
         bound.padding_job.append(job(view, dtypes[padding.resident], shape, Box.whole(shape), padding.resident))
@@ -279,6 +284,11 @@ def _bound(layout: RankLayout, tensors: Mapping[str, Any]) -> _Bound:
             dtype = dtype_named(dtypes[exempt.resident])
             bound.exempt_jobs.append(DigestJob(view, dtype, shape, Box.whole(shape), exempt.resident))
             bound.read_bytes += Box.whole(shape).count * dtype.itemsize_bytes
+    bindings = [binding for binding in layout.bindings if moves_bytes(binding.ops)]
+    paddings = [padding for padding in layout.paddings if moves_bytes(padding.ops)]
+    if bindings or paddings:
+        bound.scratch = ScratchReader(bindings, paddings, tensors)
+        bound.read_bytes += bound.scratch.read_bytes
     return bound
 
 
@@ -293,15 +303,9 @@ def _digest(jobs: Sequence[DigestJob], key_seed: bytes) -> list[PartialDigest]:
         device = getattr(getattr(job.view, "device", None), "type", "cpu")
         by_device.setdefault(device, []).append(index)
     results: list[PartialDigest] = [PartialDigest.zero()] * len(jobs)
-        if moves_bytes(binding.ops):
-            bound.binding_job.append(None)
-            continue
     for device, indices in by_device.items():
         partials = engine_for(device).partials([jobs[i] for i in indices], key_seed=key_seed)
         for index, partial in zip(indices, partials, strict=True):
-        if moves_bytes(padding.ops):
-            bound.padding_job.append(None)
-            continue
             results[index] = partial
     return results
 
