@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from syncguard.agent.events import Fence
+from syncguard.agent.graph_places import moved_under_graphs
 from syncguard.agent.replay_pass import (
     Passes,
     ReplayRunner,
@@ -183,6 +184,7 @@ class _Run:
         if self.observation is not None:
             observation = self.observation
             self.timed("compare", 0.4, lambda: self.compare(observation, history, require_label=require_label))
+            self.findings.extend(moved_under_graphs(before, observation))
         if replayed and self.answered:
             self.timed("replay", 0.5, lambda: self.replayed(before))
         elif replayed:
