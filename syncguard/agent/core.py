@@ -25,6 +25,7 @@ from syncguard.agent.events import (
     Fence,
     Refuse,
     Reproved,
+    Scrubbed,
     Ticket,
     UpdateAnnounced,
     VerifyFinished,
@@ -83,6 +84,7 @@ class AgentState:
         running: The running verification.
         held: What was proven, while READY.
         lease_until_s: When READY ends unless the engine answers before.
+        scrubbed_s: When the resident bytes were last looked at, while READY.
         lapsed: What was proven before a silence outlasted the lease, until anything else happens.
     """
 
@@ -99,6 +101,7 @@ class AgentState:
     running: Ticket | None = None
     held: Held | None = None
     lease_until_s: float = 0.0
+    scrubbed_s: float = 0.0
     lapsed: Held | None = None
 
     @property
@@ -127,9 +130,17 @@ class CoreConfig:
 
     Attributes:
         lease_s: READY ends this long after the last answer of the engine.
+        scrub_lease_s: READY ends this long after the last look at the resident bytes; 0 for never.
     """
 
     lease_s: float = 5.0
+    scrub_lease_s: float = 0.0
+
+    def over_s(self, state: AgentState) -> float:
+        """Return when READY ends, in seconds, unless the lease is renewed before."""
+        if not self.scrub_lease_s:
+            return state.lease_until_s
+        return min(state.lease_until_s, state.scrubbed_s + self.scrub_lease_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +175,7 @@ def step(state: AgentState, event: Event, now_s: float, config: CoreConfig | Non
     if isinstance(event, EngineSeen):
         after, effects, why = _seen(state, event, now_s, rules)
     elif isinstance(event, EngineLost):
-        after, effects, why = _lost(state, event, now_s)
+        after, effects, why = _lost(state, event, now_s, rules)
     elif isinstance(event, UpdateAnnounced):
         after, effects, why = _announced(state, event)
     elif isinstance(event, VerifyRequested):
@@ -175,8 +186,10 @@ def step(state: AgentState, event: Event, now_s: float, config: CoreConfig | Non
         after, effects, why = _against(state, event)
     elif isinstance(event, Reproved):
         after, effects, why = _reproved(state, event, now_s, rules)
+    elif isinstance(event, Scrubbed):
+        after, effects, why = _scrubbed(state, event, now_s, rules)
     else:
-        after, effects, why = _expired(state, now_s)
+        after, effects, why = _expired(state, now_s, rules)
     moved = (after.phase, after.reason, after.version) != (state.phase, state.reason, state.version)
     # A refusal names its state in the journal too, but a state that did not move keeps its time.
     if moved:
@@ -235,15 +248,15 @@ def _renewed(state: AgentState, held: Held, now_s: float, asked_s: float, rules:
             "version_label",
             f"the engine's label changed to {state.label!r}, but it was proven to hold {held.version}",
         )
-    if now_s >= state.lease_until_s:
+    if now_s >= rules.over_s(state):
         return _lease_over(state)
     return replace(state, lease_until_s=max(state.lease_until_s, asked_s + rules.lease_s)), (), state.reason
 
 
-def _lost(state: AgentState, event: EngineLost, now_s: float) -> _Outcome:
+def _lost(state: AgentState, event: EngineLost, now_s: float, rules: CoreConfig) -> _Outcome:
     if state.phase is Phase.READY:
         # One slow answer is no proof of a loss; the lease bounds how long it is tolerated.
-        return _expired(state, now_s) if now_s >= state.lease_until_s else (state, (), "engine_silent")
+        return _expired(state, now_s, rules) if now_s >= rules.over_s(state) else (state, (), "engine_silent")
     if state.phase is Phase.VERIFYING:
         return state, (), "engine_silent"  # the verification meets the same silence and reports it as its finding
     if state.reason == "engine_lost" or state.lapsed is not None or state.phase is Phase.BLOCKED:
@@ -251,14 +264,24 @@ def _lost(state: AgentState, event: EngineLost, now_s: float) -> _Outcome:
     return _to(state, Phase.UNKNOWN, "engine_lost", f"the engine does not answer: {event.why}")
 
 
-def _expired(state: AgentState, now_s: float) -> _Outcome:
-    if state.phase is Phase.READY and now_s >= state.lease_until_s:
+def _expired(state: AgentState, now_s: float, rules: CoreConfig) -> _Outcome:
+    if state.phase is Phase.READY and now_s >= rules.over_s(state):
         return _lease_over(state)
     return state, (), state.reason
 
 
+def _scrubbed(state: AgentState, event: Scrubbed, now_s: float, rules: CoreConfig) -> _Outcome:
+    """Renew the lease on the resident bytes; like an answer of the engine, only from when it was asked, and not later."""
+    held = state.held
+    if held is None or (held.fence, held.manifest_id) != (event.fence, event.manifest_id):
+        return state, (), "late_evidence"
+    if now_s >= rules.over_s(state):
+        return _lease_over(state)
+    return replace(state, scrubbed_s=max(state.scrubbed_s, min(event.asked_s, now_s))), (), state.reason
+
+
 def _lease_over(state: AgentState) -> _Outcome:
-    words = "the engine did not answer within the lease; to be compared again when it does"
+    words = "the engine did not answer, or no scrub was made, within the lease; to be compared again when it does"
     after, effects, why = _to(state, Phase.UNKNOWN, "lease_expired", words)
     return replace(after, lapsed=state.held), effects, why
 
@@ -278,6 +301,7 @@ def _reproved(state: AgentState, event: Reproved, now_s: float, rules: CoreConfi
         held=lapsed,
         lapsed=None,
         lease_until_s=now_s + rules.lease_s,
+        scrubbed_s=now_s,
     )
     return ready, (), "reproved"
 
@@ -350,6 +374,7 @@ def _finished(state: AgentState, event: VerifyFinished, now_s: float, rules: Cor
         message=event.message,
         held=held,
         lease_until_s=now_s + rules.lease_s,
+        scrubbed_s=now_s,
     )
     return ready, (), event.reason
 

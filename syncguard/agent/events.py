@@ -131,12 +131,35 @@ class Reproved:
 
 
 @dataclass(frozen=True, slots=True)
+class Scrubbed:
+    """A scrub, or an audit by the very manifest that was proven, found nothing wrong under this fence.
+
+    Attributes:
+        fence: Where it was made.
+        manifest_id: What had been proven.
+        asked_s: When the engine was asked, in seconds of the state machine's clock.
+    """
+
+    fence: Fence
+    manifest_id: str
+    asked_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class Tick:
     """Time went by; a lease may be over."""
 
 
 Event: TypeAlias = (
-    EngineSeen | EngineLost | UpdateAnnounced | VerifyRequested | VerifyFinished | EvidenceAgainst | Reproved | Tick
+    EngineSeen
+    | EngineLost
+    | UpdateAnnounced
+    | VerifyRequested
+    | VerifyFinished
+    | EvidenceAgainst
+    | Reproved
+    | Scrubbed
+    | Tick
 )
 
 

@@ -1,37 +1,32 @@
-"""One worker's agent: feeds the state machine, journals what it decides, runs verifications, tells subscribers.
+"""One worker's agent: what callers ask of it, each in its turn at the engine.
 
-The shell around `agent.core`. Order of every transition: step, journal, then everyone else. A transition to READY that
-cannot be journaled does not happen; one away from READY happens even then.
+Its state, journal and subscribers are in `agent.shell`; what happens by itself is in `agent.watch`.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import sqlite3
 import threading
 import time
 from collections import Counter
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from syncguard.agent.core import AgentState, CoreConfig, Phase, Step, step
+from syncguard.agent.core import Phase, Step
 from syncguard.agent.events import (
     EngineLost,
-    EngineSeen,
-    Event,
     EvidenceAgainst,
     Fence,
     Refuse,
-    Tick,
     UpdateAnnounced,
     VerifyFinished,
     VerifyRequested,
 )
-from syncguard.agent.journal import Journal, Remembered, Transition
+from syncguard.agent.journal import Journal, Remembered
 from syncguard.agent.replay_pass import Passes, ReplayRunner
-from syncguard.agent.subscription import Subscription
+from syncguard.agent.settings import AgentConfig
+from syncguard.agent.shell import Shell
 from syncguard.agent.verify import (
     Cancelled,
     Verification,
@@ -51,7 +46,7 @@ from syncguard.manifest.verdict import (
 from syncguard.replay import A, ReplayRecord
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
 
     from syncguard.engines.base import EngineAdapter, EngineStatus
     from syncguard.layout.model import RankLayout
@@ -62,27 +57,6 @@ log = logging.getLogger("syncguard.agent")
 
 
 @dataclass(frozen=True, slots=True)
-class AgentConfig:
-    """Times and bounds.
-
-    Attributes:
-        poll_interval_s: An unannounced update revokes READY at most this long after it began.
-        lease_s: READY ends this long after the engine's last answer.
-        race_attempts: Verifications tried when the engine changes while it is read.
-        race_wait_s: Wait before each further one, in seconds.
-        known_versions: Earlier versions kept to explain a difference.
-        scrub_interval_s: Seconds between two scrubs of a READY worker; 0 for none.
-    """
-
-    poll_interval_s: float = 1.0
-    lease_s: float = 5.0
-    race_attempts: int = 3
-    race_wait_s: float = 0.2
-    known_versions: int = 3
-    scrub_interval_s: float = 60.0
-
-
-@dataclass(frozen=True, slots=True)
 class Outcome:
     """A finished verification with the readiness that followed."""
 
@@ -90,7 +64,7 @@ class Outcome:
     readiness: Readiness
 
 
-class Agent:
+class Agent(Shell):
     """The agent of one worker.
 
     Args:
@@ -116,65 +90,28 @@ class Agent:
         wall: Callable[[], float] = time.time,
     ) -> None:
         """Restore the history; the state starts UNKNOWN, whatever the journal says."""
-        self.worker = worker
-        self.config = config if config is not None else AgentConfig()
-        self.journal = journal if journal is not None else Journal(None)
+        super().__init__(
+            worker=worker,
+            journal=journal if journal is not None else Journal(None),
+            config=config if config is not None else AgentConfig(),
+            clock=clock,
+            wall=wall,
+        )
         self.adapter = adapter
-        self._clock = clock
-        self._wall = wall
-        self._rules = CoreConfig(self.config.lease_s)
-        self._state_lock = threading.RLock()
         self.engine_lock = threading.Lock()
-        self._subscriptions: list[Subscription] = []
-        self._listeners: list[Callable[[Readiness], None]] = []
         self._stop = threading.Event()
-        self._sampled_s = float("-inf")
         self._known = list(self.journal.known())
         self._old: Passes | None = None
         self._old_before: WeightVersion | None = None
         self._verified_passes: Passes | None = None
         self.proven: Proven | None = None
-        self._transition_counts: Counter[tuple[str, str]] = Counter()
         self._verdict_counts: Counter[str] = Counter()
         self.last: Verification | None = None
-        self.engine: EngineStatus | None = None
-        restarted = bool(self.journal.transitions(1))
-        self.state = AgentState(accepted=self.journal.accepted(), since_s=self._wall())
-        if restarted:
-            self.state = replace(
-                self.state, reason="agent_restarted", message="the agent restarted; nothing was verified since"
-            )
-        self._journal(self.state, "started", {})
         self.watcher = Watcher(self, watch_adapter)
-
-    @property
-    def readiness(self) -> Readiness:
-        """Current readiness. Looking at it ends a lease that is over, whatever the watcher is busy with."""
-        self.end_lease()
-        return self.state.readiness
-
-    def now_s(self) -> float:
-        """Return the agent's time, in seconds that never go back."""
-        return self._clock()
-
-    def wall_s(self) -> float:
-        """Return the time that people read, in seconds since the Unix epoch."""
-        return self._wall()
-
-    def end_lease(self) -> None:
-        """Leave READY when the lease is over; asks nobody, so that nothing can delay it."""
-        state = self.state
-        if state.phase is Phase.READY and self._clock() >= state.lease_until_s:
-            self.apply(Tick())
 
     def live(self) -> tuple[bool, str]:
         """Return whether the watcher does its work, and in words what it did last."""
         return self.watcher.live()
-
-    def transition_counts(self) -> dict[tuple[str, str], int]:
-        """Return how often each (phase, reason) was entered since the start."""
-        with self._state_lock:
-            return dict(self._transition_counts)
 
     def verdict_counts(self) -> dict[str, int]:
         """Return how many verifications ended with each status since the start."""
@@ -191,25 +128,6 @@ class Agent:
         self.watcher.stop()
         self.adapter.close()
         self.journal.close()
-
-    def listen(self, listener: Callable[[Readiness], None]) -> None:
-        """Call `listener` now and at each change, in order, after it was journaled."""
-        with self._state_lock:
-            self._listeners.append(listener)
-            listener(self.readiness)
-
-    @contextmanager
-    def subscribe(self) -> Iterator[Subscription]:
-        """Yield a subscription that starts with the current readiness."""
-        subscription = Subscription()
-        with self._state_lock:
-            subscription.put(self.readiness)
-            self._subscriptions.append(subscription)
-        try:
-            yield subscription
-        finally:
-            with self._state_lock:
-                self._subscriptions.remove(subscription)
 
     # --- what callers ask for -------------------------------------------------------------------------------------
 
@@ -264,7 +182,7 @@ class Agent:
         """
         with self.engine_lock:
             verifier = Verifier(
-                self.adapter, self.worker, seen=self._seen_now(), progress=progress or (lambda _s, _f: None)
+                self.adapter, self.worker, seen=self.seen_now(), progress=progress or (lambda _s, _f: None)
             )
             found = verifier.audit(manifest, history=self._history(manifest))
         if found.verdict.status is VerdictStatus.MISMATCH and found.fence is not None:
@@ -278,7 +196,7 @@ class Agent:
         if not self.engine_lock.acquire(blocking=False):
             return None
         try:
-            return Verifier(self.adapter, self.worker, seen=self._seen_now()).audit(manifest)
+            return Verifier(self.adapter, self.worker, seen=self.seen_now()).audit(manifest)
         finally:
             self.engine_lock.release()
 
@@ -311,10 +229,6 @@ class Agent:
         finally:
             self.engine_lock.release()
 
-    def seen_ago_s(self) -> float:
-        """Return how long ago the engine answered last, in seconds; infinite before its first answer."""
-        return self._clock() - self._sampled_s
-
     def capture(self, prompt_ids: Sequence[int], *, max_new_tokens: int, seed: int) -> ReplayRecord:
         """Generate one response and return it as a record with A."""
         with self.engine_lock:
@@ -332,57 +246,6 @@ class Agent:
             versions={"old": generation.weight_version_label or status.weight_version_label},
             record_id=f"{self.worker}-{seed}",
         )
-
-    # --- the state machine's shell ---------------------------------------------------------------------------------
-
-    def apply(self, event: Event, evidence: dict[str, object] | None = None) -> Step:
-        """Feed one event: step, journal, then tell everyone."""
-        with self._state_lock:
-            now_s = self._clock()
-            done = step(self.state, event, now_s, self._rules)
-            if done.transition:
-                done = replace(done, state=replace(done.state, since_s=self._wall()))
-                try:
-                    self._journal(done.state, type(event).__name__, evidence or {})
-                except sqlite3.Error as error:
-                    done = self._unjournaled(done, error)
-            self.state = done.state
-            if done.transition:
-                self._transition_counts[done.state.phase.value, done.state.reason] += 1
-                log.info(
-                    "%s is %s (%s): %s", self.worker, done.state.phase.value, done.state.reason, done.state.message
-                )
-                for subscription in self._subscriptions:
-                    subscription.put(done.state.readiness)
-                for listener in self._listeners:
-                    listener(done.state.readiness)
-            return done
-
-    def _unjournaled(self, done: Step, error: sqlite3.Error) -> Step:
-        log.error("%s: the journal cannot be written: %s", self.worker, error)
-        if done.state.phase is not Phase.READY:
-            return done
-        blocked = replace(
-            done.state,
-            phase=Phase.BLOCKED,
-            reason="journal_failed",
-            message=f"verified, but the journal cannot be written: {error}",
-            held=None,
-        )
-        return replace(done, state=blocked, reason="journal_failed")
-
-    def _journal(self, state: AgentState, event: str, evidence: dict[str, object]) -> None:
-        transition = Transition(
-            at_s=state.since_s,
-            phase=state.phase.value,
-            reason=state.reason,
-            message=state.message,
-            version=str(state.version) if state.version is not None else "",
-            fence=str(state.seen) if state.seen is not None else "",
-            event=event,
-            evidence=json.dumps(evidence),
-        )
-        self.journal.append(transition, state.accepted)
 
     def _verify_once(self, request: VerifyRequest, progress: Callable[[str, float], None], attempt: int) -> Outcome:
         manifest = request.manifest
@@ -409,7 +272,7 @@ class Agent:
             verifier = Verifier(
                 self.adapter,
                 self.worker,
-                seen=self._seen_now(),
+                seen=self.seen_now(),
                 check_cancelled=check_cancelled,
                 progress=progress,
             )
@@ -485,16 +348,3 @@ class Agent:
 
     def _old_words(self) -> str:
         return f"of {self._old.label}" if self._old is not None else "none"
-
-    def feed(self, status: EngineStatus, began_s: float) -> None:
-        """Feed a status that was asked for at `began_s`."""
-        with self._state_lock:
-            if began_s < self._sampled_s:
-                return  # an answer that was asked for before a newer one came may be older than it
-            self._sampled_s = self._clock()
-            self.engine = status
-            updating = any(rank.updating for rank in status.ranks)
-            self.apply(EngineSeen(Fence.of(status), updating, status.weight_version_label, began_s))
-
-    def _seen_now(self) -> Callable[[EngineStatus], None]:
-        return lambda status: self.feed(status, self._clock())

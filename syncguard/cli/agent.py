@@ -65,9 +65,10 @@ def agent(
     as_json: Annotated[bool, typer.Option("--json", help="Log as JSON lines.")] = False,
 ) -> None:
     """Watch one worker, verify its updates, and serve its readiness until SIGTERM or SIGINT."""
-    from syncguard.agent.host import Agent, AgentConfig
+    from syncguard.agent.host import Agent
     from syncguard.agent.journal import Journal
     from syncguard.agent.service import AgentServer
+    from syncguard.agent.settings import AgentConfig
     from syncguard.agent.web import web_sources
     from syncguard.digest import selftest
     from syncguard.engines.sglang import SglangEngine

@@ -16,8 +16,9 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "agent"))
 
 from simulated_engine import SimulatedEngine, manifest_of, weights_of
 
-from syncguard.agent.host import Agent, AgentConfig
+from syncguard.agent.host import Agent
 from syncguard.agent.service import AgentServer, ListenOptions
+from syncguard.agent.settings import AgentConfig
 from syncguard.agent.verify import Verifier
 from syncguard.gate.client import AgentClient, EncodedVerify
 from syncguard.manifest.compare import compare

@@ -15,8 +15,9 @@ import torch
 from tiny_models import save_tiny_checkpoint, tiny_model
 
 from syncguard.agent.core import Phase
-from syncguard.agent.host import Agent, AgentConfig
+from syncguard.agent.host import Agent
 from syncguard.agent.journal import Journal
+from syncguard.agent.settings import AgentConfig
 from syncguard.agent.verify import VerifyRequest
 from syncguard.engines.local import LocalEngine, LocalWorker
 from syncguard.export.stream import ManifestBuilder

@@ -9,8 +9,9 @@ from agent_proxy import Proxy
 from simulated_engine import SimulatedEngine, manifest_of, record_of, weights_of
 
 from syncguard.agent.core import Phase
-from syncguard.agent.host import Agent, AgentConfig
+from syncguard.agent.host import Agent
 from syncguard.agent.service import AgentServer, ListenOptions
+from syncguard.agent.settings import AgentConfig
 from syncguard.errors import SyncguardError, UnreachableError
 from syncguard.gate.client import AgentClient
 from syncguard.gate.controller import Gate

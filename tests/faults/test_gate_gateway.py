@@ -24,8 +24,9 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "engines"))
 
 from tiny_models import save_tiny_checkpoint
 
-from syncguard.agent.host import Agent, AgentConfig
+from syncguard.agent.host import Agent
 from syncguard.agent.service import AgentServer, ListenOptions
+from syncguard.agent.settings import AgentConfig
 from syncguard.engines.sglang import SglangEngine
 from syncguard.engines.sglang_launch import launch
 from syncguard.export.checkpoint import export_checkpoint

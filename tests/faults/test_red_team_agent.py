@@ -15,8 +15,9 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from simulated_engine import SimulatedEngine, manifest_of, record_of, weights_of
 from tiny_models import save_tiny_checkpoint
 
-from syncguard.agent.host import Agent, AgentConfig
+from syncguard.agent.host import Agent
 from syncguard.agent.service import AgentServer, ListenOptions
+from syncguard.agent.settings import AgentConfig
 from syncguard.agent.verify import VerifyRequest
 from syncguard.cli.agent import default_worker_name
 from syncguard.engines.local import LocalEngine, LocalWorker

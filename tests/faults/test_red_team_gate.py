@@ -8,8 +8,9 @@ from collections.abc import Callable
 import pytest
 from simulated_engine import SimulatedEngine, manifest_of, record_of, weights_of
 
-from syncguard.agent.host import Agent, AgentConfig
+from syncguard.agent.host import Agent
 from syncguard.agent.service import AgentServer, ListenOptions
+from syncguard.agent.settings import AgentConfig
 from syncguard.errors import UnreachableError, UsageError, VersionOrderError
 from syncguard.gate.controller import Gate
 from syncguard.gate.readiness import Action, FleetState, GatePolicy, Mode, WorkerState, decide

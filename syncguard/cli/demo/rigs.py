@@ -69,8 +69,9 @@ class LocalRig:
 
     def __init__(self, checkpoint: Path, *, tp: int, dtype: str) -> None:
         """Load the worker and serve its agent on a free port."""
-        from syncguard.agent.host import Agent, AgentConfig
+        from syncguard.agent.host import Agent
         from syncguard.agent.service import AgentServer, ListenOptions
+        from syncguard.agent.settings import AgentConfig
         from syncguard.engines.local import LocalEngine, LocalWorker
 
         self.tp = tp

@@ -10,8 +10,9 @@ import pytest
 from simulated_engine import SimulatedEngine, manifest_of, record_of, weights_of
 
 from syncguard.agent.core import Phase
-from syncguard.agent.host import Agent, AgentConfig
+from syncguard.agent.host import Agent
 from syncguard.agent.journal import Journal
+from syncguard.agent.settings import AgentConfig
 from syncguard.agent.verify import VerifyRequest
 from syncguard.errors import VersionOrderError
 from syncguard.manifest.verdict import FindingCode, ReadinessState, VerdictStatus

@@ -16,8 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from simulated_engine import SimulatedEngine, manifest_of, record_of, weights_of
 
-from syncguard.agent.host import Agent, AgentConfig
+from syncguard.agent.host import Agent
 from syncguard.agent.service import AgentServer, ListenOptions
+from syncguard.agent.settings import AgentConfig
 from syncguard.agent.verify import VerifyRequest
 from syncguard.errors import (
     BadInputError,

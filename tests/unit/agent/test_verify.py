@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 from simulated_engine import SimulatedEngine, manifest_of, record_of, scores_of, weights_of
 
-from syncguard.agent.host import Agent, AgentConfig
+from syncguard.agent.host import Agent
 from syncguard.agent.replay_pass import ReplayRunner
+from syncguard.agent.settings import AgentConfig
 from syncguard.agent.verify import Verifier, VerifyRequest
 from syncguard.errors import EngineError, SpecVersionError, UnreachableError, UnsupportedError
 from syncguard.manifest.compare import known_version
