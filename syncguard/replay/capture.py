@@ -8,12 +8,13 @@ filled by the very same ids.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
 
-from syncguard.errors import EngineError, ScoreError
-from syncguard.replay.record import A, ReplayRecord, b_key, c_key
+from syncguard.errors import EngineError, RecordError, ScoreError
+from syncguard.replay.packing import segments_of
+from syncguard.replay.record import A, ReplayRecord, ScoreKey, b_key
 from syncguard.replay.scores import check_returned_ids, checked_scores, response_scores_from_logits
 
 if TYPE_CHECKING:
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from syncguard.replay.record import ScoreKey, State
+    from syncguard.replay.record import State
     from syncguard.replay.scores import FloatArray
 
 
@@ -61,6 +62,22 @@ class Rescored(Protocol):
         """Prompt tokens taken from the prefix cache; -1 where the engine does not say."""
 
 
+class Decoded(Protocol):
+    """Scores by teacher-forced decode, or why there are none."""
+
+    @property
+    def scoring(self) -> Rescored | None:
+        """The scores, None where the engine cannot."""
+
+    @property
+    def how(self) -> str:
+        """Path that computed them."""
+
+    @property
+    def cannot(self) -> str:
+        """Why there are none."""
+
+
 class Flushed(Protocol):
     """Answer to a flush."""
 
@@ -84,6 +101,13 @@ class RolloutWorker(Protocol):
 
     def flush(self) -> Flushed:
         """Empty the prefix cache."""
+
+
+class DecodingWorker(RolloutWorker, Protocol):
+    """A worker that may be able to decode saved ids."""
+
+    def score_by_decode(self, input_ids: Sequence[int], *, prompt_length: int) -> Decoded:
+        """Score a saved response by teacher-forced incremental decode."""
 
 
 def capture_generation(
@@ -139,8 +163,10 @@ def replay_on_worker(
 
     Raises:
         EngineError: A flush was refused.
+        RecordError: A packed record, which no engine takes as one request.
         ScoreError: Scores of other ids, or not finite.
     """
+    _require_one_context(record)
     ids = record.input_ids.tolist()
     taken: dict[ScoreKey, FloatArray] = {}
     cached: dict[str, int] = {}
@@ -157,14 +183,7 @@ def replay_on_worker(
     if as_found:
         take(b_key(0, state, "warm"))
     for index in range(cold):
-        flushed = engine.flush()
-        if not flushed.confirmed:
-            raise EngineError(
-                "the prefix cache was not flushed before a cold pass",
-                expected="a confirmed flush",
-                found=flushed.detail,
-                todo="drain the worker's requests, then replay",
-            )
+        _flush(engine)
         take(b_key(index, state, "cold"))
     for index in range(as_found, warm):
         take(b_key(index, state, "warm"))
@@ -175,21 +194,82 @@ def replay_on_worker(
     return record.with_scores(taken, versions=versions, meta=meta)
 
 
-def score_with_trainer(
+def decode_on_worker(
+    engine: DecodingWorker,
     record: ReplayRecord,
-    forward: Callable[[ReplayRecord], npt.ArrayLike],
     state: State,
     *,
     passes: int = 2,
     on_pass: Callable[[str], None] | None = None,
 ) -> ReplayRecord:
-    """Return the record with C at one state.
+    """Return the record with D, the saved response decoded again token by token, each pass after a confirmed flush.
+
+    A-D and D-B split a gap between generation and prefill: the decode path, or what happened to A afterwards. An engine
+    that cannot decode saved ids is named in `meta["decode"]`, and no score is taken.
+
+    Raises:
+        EngineError: A flush was refused, or other requests ran.
+        RecordError: A packed record.
+        ScoreError: Scores of other ids, or not finite.
+    """
+    _require_one_context(record)
+    ids = record.input_ids.tolist()
+    taken: dict[ScoreKey, FloatArray] = {}
+    said: dict[str, str] = {}
+    for index in range(passes):
+        _flush(engine)
+        found = engine.score_by_decode(ids, prompt_length=record.prompt_length)
+        if found.scoring is None:
+            said = {"cannot": found.cannot}
+            break
+        key = ScoreKey("D", state, "", index)
+        check_returned_ids(record.response_ids, found.scoring.response_ids, int(record.input_ids.max()) + 2)
+        taken[key] = checked_scores(found.scoring.logprobs_nats, label=str(key), count=record.response_length)
+        said = {"how": found.how}
+        if on_pass is not None:
+            on_pass(str(key))
+    return record.with_scores(taken, meta={**record.meta, "decode": said})
+
+
+def _require_one_context(record: ReplayRecord) -> None:
+    if len(segments_of(record)) > 1:
+        raise RecordError(
+            "a packed record on a rollout worker",
+            expected="one context a request",
+            found=f"{len(segments_of(record))} samples in a row",
+            where=record.record_id or "record",
+            todo="replay the records that replay.packing.unpacked gives",
+        )
+
+
+def _flush(engine: RolloutWorker) -> None:
+    flushed = engine.flush()
+    if not flushed.confirmed:
+        raise EngineError(
+            "the prefix cache was not flushed before a cold pass",
+            expected="a confirmed flush",
+            found=flushed.detail,
+            todo="drain the worker's requests, then replay",
+        )
+
+
+def score_with_trainer(
+    record: ReplayRecord,
+    forward: Callable[[ReplayRecord], npt.ArrayLike],
+    state: State,
+    *,
+    path: Literal["C", "G"] = "C",
+    passes: int = 2,
+    on_pass: Callable[[str], None] | None = None,
+) -> ReplayRecord:
+    """Return the record with C at one state, or with C' (`G`), the gradient-enabled forward.
 
     Args:
         record: A record whose C is not yet taken at this state.
         forward: Returns [length, vocabulary] logits of the record's ids, or [response] response-aligned scores, from
             frozen weights. `replay.trainer` makes one of a torch model.
         state: `old` before the update, `new` after it.
+        path: `C` for a frozen forward, `G` for the one that training runs.
         passes: Number of forwards.
         on_pass: Called with the key of each pass that is done.
 
@@ -199,7 +279,7 @@ def score_with_trainer(
     taken: dict[ScoreKey, FloatArray] = {}
     for index in range(passes):
         values = np.asarray(forward(record))
-        key = c_key(index, state)
+        key = ScoreKey(path, state, "", index)
         if values.ndim == 1:
             taken[key] = checked_scores(values, label=str(key), count=record.response_length)
         else:

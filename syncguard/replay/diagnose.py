@@ -18,7 +18,7 @@ from syncguard.replay.evidence import ReplayEvidence
 from syncguard.replay.explain import Diagnosis, Kind, Side, conclude
 from syncguard.replay.judge import judge_replay
 from syncguard.replay.policy import ReplayPolicy, ReplayStatus
-from syncguard.replay.record import ReplayRecord
+from syncguard.replay.record import A, ReplayRecord, ScoreKey, b_key, c_key
 from syncguard.replay.shapes import PairView, Shape, missing_scores, strong_shape, weak_shape
 
 if TYPE_CHECKING:
@@ -32,8 +32,10 @@ _FAINT: Final = 3.0  # an unstructured gap under this factor x the limit fits to
 _REPEATED: Final[tuple[tuple[ScorePath, State, Cache], ...]] = (
     ("B", "old", "cold"),
     ("C", "old", ""),
+    ("D", "old", ""),
     ("B", "new", "cold"),
     ("C", "new", ""),
+    ("D", "new", ""),
 )
 _FINGERPRINTS: Final[Mapping[str, tuple[Kind, Side]]] = {
     "stale": (Kind.STALE_WEIGHTS, "B"),
@@ -132,10 +134,13 @@ class _Walk:
     def _definitions(self) -> Diagnosis | None:
         self.path.append("do all paths score the same tokens, with one definition?")
         for record in self.records:
-            a, b, c = (record.definitions.get(path, record.definition) for path in ("A", "B", "C"))
+            a, b, c = (record.definition_of(key) for key in (A, b_key(0, "old"), c_key(0, "old")))
             if not a == b == c:
                 side: Side = "A" if b == c else "C" if a == b else "B"
                 return self._end(Kind.DEFINITION, side, f"A is {a}, B is {b}, C is {c}")
+            d = record.definition_of(ScoreKey("D"))
+            if d != b and record.passes("D", "old") + record.passes("D", "new"):
+                return self._end(Kind.DEFINITION, "D", f"D is {d}, A and B are {b}")
             returned = record.meta.get("returned_ids", {})
             for path, ids in returned.items() if isinstance(returned, dict) else ():
                 if list(ids) != record.response_ids.tolist():
@@ -162,7 +167,8 @@ class _Walk:
     def _repeats(self) -> Diagnosis | None:
         self.path.append("do repeats agree?")
         mask = np.concatenate([record.loss_mask for record in self.records])
-        worst, side = -1.0, "B"
+        worst = -1.0
+        side: Side = "B"
         for path, state, cache in _REPEATED:
             passes = [np.concatenate(each) for each in self._passes(path, state, cache)]
             if len(passes) < 2:  # noqa: PLR2004 - a pair
@@ -170,12 +176,11 @@ class _Walk:
             noise = measure_repeat_noise(passes, mask, ".".join(filter(None, (path, state, cache))))
             self.evidence.append(f"repeats of {noise.label}: MAE={noise.mae:.6f} max={noise.maximum:.6f}")
             if noise.mae > worst:
-                worst, side = noise.mae, path
+                worst, side = noise.mae, path  # type: ignore[assignment]
         self.noise = max(worst, 0.0)
         self.limit = max(self.policy.mae_limit_nats, self.policy.noise_factor * self.noise)
         if self.noise > self.policy.repeat_limit_nats:
-            found: Side = "B" if side == "B" else "C"
-            return self._end(Kind.UNSTABLE, found, f"repeats of {side} differ by MAE {self.noise:.4g} nat")
+            return self._end(Kind.UNSTABLE, side, f"repeats of {side} differ by MAE {self.noise:.4g} nat")
         return None
 
     # ---- the A/B/C pattern at the state that generated the response
@@ -200,9 +205,10 @@ class _Walk:
         if missing is not None:
             return missing
         if not bad - {"A-C"}:  # two gaps within noise may add to one above it
-            training = self._training_forward()
-            agreed = f"A-B and B-C are under {self.limit:.4g} nat"
-            return training if training is not None else self._end(Kind.AGREEMENT, detail=agreed)
+            for found in (self._decode_alone("old"), self._training_forward()):
+                if found is not None:
+                    return found
+            return self._end(Kind.AGREEMENT, detail=f"A-B and B-C are under {self.limit:.4g} nat")
         if a is not None and c is not None and {"A-B", "B-C"} <= bad:
             return self._suspect("B", b, "C", c) if "A-C" not in bad else self._several(a, b, c)
         if "B-C" in bad and c is not None:
@@ -243,16 +249,25 @@ class _Walk:
     def _suspect(self, side: Side, suspect: list[FloatArray], other: Side, reference: list[FloatArray]) -> Diagnosis:
         self.path.append(f"{side} stands apart: what shape has {side}-{other}?")
         view = self._view(side, suspect, reference)
-        found = self._shaped(strong_shape(view) or weak_shape(view), side)
-        if found is not None:
-            return found
+        shape = strong_shape(view) or weak_shape(view)
+        split = (
+            self._split(side) if side in {"A", "B"} and self._passes("A", "old") and self._passes("D", "old") else None
+        )
+        if shape is not None:
+            words = f"{shape.detail}; {split.reason}" if split is not None else shape.detail
+            return self._end(shape.kind, side, words, shape.candidates)
         gap = self._difference(suspect, reference, f"{side}-{other}").mae
-        if side == "A" and self._passes("D", "old"):
-            return self._decode_or_extraction(suspect, reference)
+        if split is not None:
+            return split
         if gap < _FAINT * self.limit:
             return self._faint(gap, view)
-        kind = Kind.DECODE_PATH if side == "A" else Kind.CROSS_ENGINE
-        return self._end(kind, side, f"MAE({side}-{other}) is {gap:.4g} nat, without a shape")
+        within = (
+            " and C agree, so the prefill path" if side == "B" and other == "C" and self._passes("A", "old") else ""
+        )
+        said = f"MAE({side}-{other}) is {gap:.4g} nat, without a shape"
+        if within:
+            return self._end(Kind.DECODE_PATH, "B", f"{said}; A{within} stands apart, or the worker changed since A")
+        return self._end(Kind.DECODE_PATH if side == "A" else Kind.CROSS_ENGINE, side, said)
 
     def _faint(self, gap: float, view: PairView) -> Diagnosis:
         self.faint = True
@@ -261,16 +276,41 @@ class _Walk:
             fits = (*fits, f"a temperature of {view.temperature:g} on one side")
         return self._end(Kind.AMBIGUOUS, "", f"a gap of {gap:.4g} nat (limit {self.limit:.4g}) without a shape", fits)
 
-    def _decode_or_extraction(self, a: list[FloatArray], b: list[FloatArray]) -> Diagnosis:
+    def _split(self, side: Side) -> Diagnosis:
+        """Split a gap between generation and prefill: teacher-forced decode D equals A, or B, or neither."""
         self.path.append("does teacher-forced decode D equal A, or B?")
-        d = self._passes("D", "old")[0]
+        a, b, d = (self._passes(*at)[0] for at in (("A", "old"), ("B", "old", "cold"), ("D", "old")))
         to_a, to_b = self._difference(a, d, "A-D").mae, self._difference(d, b, "D-B").mae
-        said = f"A-D is {to_a:.4g} nat, D-B is {to_b:.4g} nat"
+        said = f"A-D is {to_a:.4g} nat, D-B is {to_b:.4g} nat: "
         if to_a < self.limit <= to_b:
-            return self._end(Kind.DECODE_PATH, "A", said)
+            made = "decode makes this each time, on its way to the score" if side == "A" else "decode repeats A"
+            return self._end(Kind.DECODE_PATH, side, said + made)
+        if to_b < self.limit <= to_a and side == "A":
+            return self._end(
+                Kind.EXTRACTION, "A", f"{said}decode does not make it again; A was altered after the engine"
+            )
         if to_b < self.limit <= to_a:
-            return self._end(Kind.EXTRACTION, "A", said)
-        return self._end(Kind.AMBIGUOUS, "A", said, (Kind.DECODE_PATH.value, Kind.EXTRACTION.value))
+            return self._end(Kind.CROSS_ENGINE, "B", f"{said}both replays left A and C; the worker changed since A")
+        fits = (Kind.DECODE_PATH.value, Kind.EXTRACTION.value)
+        return self._end(
+            Kind.AMBIGUOUS, side, f"{said}decode equals {'both' if to_a < self.limit else 'neither'}", fits
+        )
+
+    def _decode_alone(self, state: State) -> Diagnosis | None:
+        """Ask whether decode agrees with prefill at a state at which B and C agree; A is of the past and cannot tell."""
+        d, b = self._passes("D", state), self._passes("B", state, "cold")
+        if not d or not b:
+            return None
+        self.path.append("does teacher-forced decode D equal the prefill replay B?")
+        label = "D-B" if state == "old" else "D_new-B_new"
+        gap = self._difference(d[0], b[0], label).mae
+        if gap < self.limit:
+            return None
+        said = f"{label} is {gap:.4g} nat"
+        before = self._passes("B", "old", "cold") if state == "new" else []
+        if before and self._difference(d[0], before[0], "D_new-B_old").mae < self.limit:
+            said += "; decode scores as before the update while prefill follows it: captured graphs, or a decode worker that kept T0"
+        return self._end(Kind.DECODE_PATH, "D", said)
 
     def _several(self, a: list[FloatArray], b: list[FloatArray], c: list[FloatArray]) -> Diagnosis:
         """No two paths agree: two faults, each with its own shape where it has one."""
@@ -299,6 +339,10 @@ class _Walk:
         )
         if verdict.status is ReplayStatus.UNSTABLE:
             return self._end(Kind.UNSTABLE, "B", verdict.reason)
+        if verdict.status in {ReplayStatus.NO_POWER, ReplayStatus.PASS}:
+            decode = self._decode_alone("new")
+            if decode is not None:
+                return decode
         if verdict.status is ReplayStatus.NO_POWER:
             return self._end(Kind.NO_POWER, detail=verdict.reason)
         if verdict.status is ReplayStatus.PASS:

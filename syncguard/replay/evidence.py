@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from syncguard.errors import ScoreError
+from syncguard.replay.record import b_key, c_key
 from syncguard.replay.scores import RAW, FloatArray, IntArray, ScoreDefinition, checked_scores, require_same_definition
 
 if TYPE_CHECKING:
@@ -87,8 +88,8 @@ class ReplayEvidence:
                 for key in sorted(really_warm)
                 if (key.path, key.state, key.cache) == ("B", "old", "warm")
             ),
-            b_definition=record.definitions.get("B", record.definition),
-            c_definition=record.definitions.get("C", record.definition),
+            b_definition=record.definition_of(b_key(0, "new")),
+            c_definition=record.definition_of(c_key(0, "new")),
         )
 
     @classmethod

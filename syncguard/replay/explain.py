@@ -8,7 +8,7 @@ from typing import Any, Final, Literal, NoReturn, TypeAlias
 
 from syncguard.errors import ExitCode
 
-Side: TypeAlias = Literal["", "A", "B", "C"]
+Side: TypeAlias = Literal["", "A", "B", "C", "D"]
 
 
 class Kind(str, Enum):
@@ -135,9 +135,9 @@ ADVICE: Final[dict[Kind, Advice]] = {
         "sort the tokens that differ by position and by segment; replay without packing",
     ),
     Kind.DECODE_PATH: Advice(
-        "Generation and prefill replay of one engine disagree without a simple shape.",
-        "incremental decode: its cache, batch, graph capture, attention backend",
-        "teacher-force the saved response through incremental decode, and vary one of them at a time",
+        "Decode and prefill of one engine disagree without a simple shape.",
+        "incremental decode: its cache, batch, graph capture, attention backend; where A and C agree, the prefill path",
+        "teacher-force the saved response through incremental decode (capture --decode), and vary one of them at a time",
     ),
     Kind.EXTRACTION: Advice(
         "Decoding the saved tokens again gives the prefill's scores, so the recorded A was altered on its way.",
@@ -190,7 +190,7 @@ class Diagnosis:
 
     Attributes:
         kind: What the scores point at.
-        side: The path that stands apart: A, B, C or none.
+        side: The path that stands apart: A, B, C, D or none.
         reason: What was seen, with numbers.
         evidence: Figures in the order in which they were looked at, each with its subtraction order.
         inspect_next: The part to look at.

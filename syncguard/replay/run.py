@@ -10,6 +10,7 @@ import numpy as np
 
 from syncguard.errors import ScoreError
 from syncguard.replay.compare import Difference, Interval, active_difference, bootstrap_mae, describe_difference
+from syncguard.replay.scores import require_same_definition
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -51,7 +52,7 @@ def summarize_run(
         seed: Seed of the bootstrap.
 
     Raises:
-        ScoreError: A record lacks one of the scores, or there are no records.
+        ScoreError: A record lacks one of the scores or has them in two definitions, or there are no records.
     """
     deltas, places = [], []
     for record in records:
@@ -59,6 +60,7 @@ def summarize_run(
         if first is None or second is None:
             missing = left if first is None else right
             raise ScoreError(f"{label} over a run", expected=f"{missing} in every record", where=record.record_id)
+        require_same_definition(record.definition_of(left), record.definition_of(right), label=label)
         delta, positions = active_difference(first, second, record.loss_mask, label=label)
         deltas.append(delta)
         places.append(positions)

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from syncguard.errors import ScoreError
+from syncguard.replay.packing import require_scorable, segments_of
 from syncguard.replay.scores import checked_scores
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ def trainer_forward(model: Any) -> Callable[[ReplayRecord], FloatArray]:
 
     Args:
         model: A causal model called as `model(input_ids=, attention_mask=, position_ids=, use_cache=False).logits`, as
-            Transformers' are. Records with more than one packing segment are refused: a plain mask cannot express them.
+            Transformers' are. A packed record is run sample by sample.
     """
 
     def forward(record: ReplayRecord) -> FloatArray:
@@ -64,31 +65,50 @@ def gradient_forward(model: Any) -> Callable[[ReplayRecord], FloatArray]:
 def response_scores(model: Any, record: ReplayRecord) -> FloatArray:
     """Return raw response scores from one forward in the model's present mode.
 
+    A packed record is run sample by sample: its rows are those of a packed forward with a block-diagonal mask, whatever
+    masks the model understands. The score of a sample's first token comes from the row before it, as a packed trainer
+    gives it, and must be masked out.
+
     Returns:
         float64 [response], in nats. The log-softmax is in float64, the forward in the model's own precision.
 
     Raises:
-        ScoreError: Packed segments, logits that do not cover the ids, or a score that is not finite.
+        RecordError: The loss mask takes the first token of a packed sample.
+        ScoreError: Logits that do not cover the ids, or a score that is not finite.
     """
-    if np.unique(np.asarray(record.segment_ids)).size > 1:
-        raise ScoreError(
-            "a packed record", expected="one segment", found="several", todo="score with the trainer's own packing"
-        )
-    device = next(model.parameters()).device
-    ids = torch.tensor(record.input_ids, device=device).unsqueeze(0)
-    positions = torch.tensor(np.asarray(record.positions), device=device).unsqueeze(0)
-    logits = model(input_ids=ids, attention_mask=torch.ones_like(ids), position_ids=positions, use_cache=False).logits
-    if logits.ndim != 3 or tuple(logits.shape[:2]) != tuple(ids.shape):  # noqa: PLR2004 - batch, length, vocabulary
-        raise ScoreError(
-            "logits do not cover the sequence", expected=f"[1, {ids.shape[1]}, vocabulary]", found=tuple(logits.shape)
-        )
-    rows = logits[0, record.prompt_length - 1 : -1].detach()
-    targets = ids[0, record.prompt_length :]
+    require_scorable(record)
+    rows = _rows_before_response(model, record)
+    targets = torch.tensor(record.response_ids, device=rows.device)
     parts = []
     for start in range(0, rows.shape[0], _ROWS_AT_ONCE):
         block = torch.log_softmax(rows[start : start + _ROWS_AT_ONCE].double(), dim=-1)
         parts.append(block.gather(1, targets[start : start + _ROWS_AT_ONCE].unsqueeze(1)).squeeze(1))
     return checked_scores(torch.cat(parts).cpu().numpy(), label="C", count=record.response_length)
+
+
+def _rows_before_response(model: Any, record: ReplayRecord) -> Any:
+    """Return the logit rows that predict the response, [response, vocabulary], in the order of the row."""
+    device = next(model.parameters()).device
+    whole = torch.tensor(record.input_ids, device=device)
+    places = torch.tensor(np.asarray(record.positions), device=device)
+    rows: Any = None
+    before = torch.arange(whole.numel(), device=device) - 1
+    for part in segments_of(record):
+        tokens = torch.tensor(part, device=device)
+        ids = whole[tokens].unsqueeze(0)
+        given = {"attention_mask": torch.ones_like(ids), "position_ids": places[tokens].unsqueeze(0)}
+        logits = model(input_ids=ids, use_cache=False, **given).logits
+        if logits.ndim != 3 or tuple(logits.shape[:2]) != tuple(ids.shape):  # noqa: PLR2004 - batch, length, vocabulary
+            raise ScoreError(
+                "logits do not cover the sequence",
+                expected=f"[1, {ids.shape[1]}, vocabulary]",
+                found=tuple(logits.shape),
+            )
+        if rows is None:
+            rows = logits.new_empty((whole.numel(), logits.shape[2]))
+        rows[tokens] = logits[0].detach()
+        before[tokens[1:]] = tokens[:-1]
+    return rows[before[record.prompt_length :]]
 
 
 def vocabulary_parallel_scores(local_logits: Any, first_column: int, targets: Any, group: Any = None) -> Any:

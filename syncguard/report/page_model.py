@@ -239,7 +239,12 @@ def run_rows(records: Sequence[ReplayRecord]) -> list[dict[str, str]]:
         return []
     rows = []
     for label, left, right in _RUN_PAIRS:
-        if all(left in record.scores and right in record.scores for record in records):
+        if all(
+            left in record.scores
+            and right in record.scores
+            and record.definition_of(left) == record.definition_of(right)
+            for record in records
+        ):
             found = summarize_run(records, left, right, label)
             interval = f"{_nats(found.interval.low)} to {_nats(found.interval.high)}"
             rows.append({**figure_row(found.difference.as_dict()), "interval": interval})
@@ -271,8 +276,9 @@ def map_model(found: Diagnosis) -> list[dict[str, Any]]:
         reached = index < last and not (index == _UPDATE_NODE and last == _LAST_NODE and not _was_updated(found))
         css = "asked last" if index == last else "asked" if reached else ""
         tone = tone_of_diagnosis(found)
+        shown = ends if index != last or found.kind in ends else (*ends, found.kind)
         marked = [
-            {"name": kind.value, "css": tone if index == last and kind is found.kind else "none"} for kind in ends
+            {"name": kind.value, "css": tone if index == last and kind is found.kind else "none"} for kind in shown
         ]
         nodes.append({"question": question, "css": css, "ends": marked})
     return nodes
@@ -326,7 +332,7 @@ def _facts(record: ReplayRecord) -> list[tuple[str, str]]:
         ("scores", " ".join(map(str, record.scores))),
     ]
     a, c = record.passes("A"), record.passes("C", "old")
-    if a and c and record.loss_mask.any():
+    if a and c and record.loss_mask.any() and record.definition_of(A) == record.definition_of(c_key(0, "old")):
         effect = objective_effect(c[0], a[0], record.loss_mask)
         facts.append(
             (

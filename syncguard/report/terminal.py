@@ -12,6 +12,7 @@ from rich.text import Text
 from syncguard.errors import ExitCode
 from syncguard.replay.compare import compare_scores
 from syncguard.replay.explain import ADVICE, Diagnosis
+from syncguard.replay.record import A, ScoreKey, b_key, c_key
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -26,25 +27,30 @@ _STYLE: Final = {ExitCode.OK: "green", ExitCode.WARNING: "yellow", ExitCode.INCO
 _WIDTH: Final = 27
 
 
+_PAIRS: Final = (
+    ("A-B", A, b_key(0, "old")),
+    ("B-C", b_key(0, "old"), c_key(0, "old")),
+    ("A-C", A, c_key(0, "old")),
+    ("A-D", A, ScoreKey("D")),
+    ("D-B", ScoreKey("D"), b_key(0, "old")),
+    ("C'-C", ScoreKey("G"), c_key(0, "old")),
+    ("B_new-C_new", b_key(0, "new"), c_key(0, "new")),
+    ("B_new_warm-B_new", b_key(0, "new", "warm"), b_key(0, "new")),
+    ("D_new-B_new", ScoreKey("D", "new"), b_key(0, "new")),
+    ("B_new-B_old", b_key(0, "new"), b_key(0, "old")),
+    ("C_new-C_old", c_key(0, "new"), c_key(0, "old")),
+)
+
+
 def pairs_of(record: ReplayRecord) -> list[tuple[str, FloatArray, FloatArray]]:
-    """Return the comparisons that a record allows: label, left, right; first passes, state by state."""
+    """Return the comparisons that a record allows: label, left, right; first passes, of one score definition each."""
     known = record.at_one_state()
-
-    def first(path: str, state: str, cache: str = "") -> FloatArray | None:
-        return next(iter(known.passes(path, state, cache)), None)  # type: ignore[arg-type]
-
-    a, b_old, c_old = first("A", "old"), first("B", "old", "cold"), first("C", "old")
-    b_new, c_new, warm = first("B", "new", "cold"), first("C", "new"), first("B", "new", "warm")
-    wanted = (
-        ("A-B", a, b_old),
-        ("B-C", b_old, c_old),
-        ("A-C", a, c_old),
-        ("B_new-C_new", b_new, c_new),
-        ("B_new_warm-B_new", warm, b_new),
-        ("B_new-B_old", b_new, b_old),
-        ("C_new-C_old", c_new, c_old),
-    )
-    return [(label, left, right) for label, left, right in wanted if left is not None and right is not None]
+    found = []
+    for label, left, right in _PAIRS:
+        first, second = known.get(left), known.get(right)
+        if first is not None and second is not None and known.definition_of(left) == known.definition_of(right):
+            found.append((label, first, second))
+    return found
 
 
 def sparkline(values: FloatArray, *, width: int = _WIDTH, top: float | None = None) -> str:

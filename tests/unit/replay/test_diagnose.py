@@ -254,3 +254,73 @@ def test_a_diagnosis_is_the_same_each_time_and_after_the_file(tmp_path):
 def test_no_record_is_an_error():
     with pytest.raises(RecordError, match="nothing to diagnose"):
         diagnose([])
+
+
+def decoded_and_altered(seed: int = 4):
+    """A record whose A is off without a shape, its B, and that A."""
+    record = scored()
+    b = record.scores[b_key(0, "old")]
+    return record, b, b + np.random.default_rng(seed).laplace(0, 0.4, b.size)
+
+
+def test_decode_that_equals_neither_a_nor_b_is_ambiguous_and_says_so():
+    record, b, a = decoded_and_altered()
+    neither = b + np.random.default_rng(9).laplace(0, 0.4, b.size)
+    found = diagnose(with_changed(record, A=a, D0_old=neither))
+    assert (found.kind, found.side) == (Kind.AMBIGUOUS, "A")
+    assert "decode equals neither" in found.reason
+    assert found.candidates == ("decode versus prefill", "score extraction")
+
+
+def test_an_offset_on_a_says_whether_decode_makes_it_too():
+    record = scored()
+    a = record.scores[A].copy()
+    a[1:] -= 0.10
+    altered = diagnose(with_changed(record, A=a, D0_old=record.scores[A]))
+    made = diagnose(with_changed(record, A=a, D0_old=a))
+    assert altered.kind is made.kind is Kind.OFFSET
+    assert "A was altered after the engine" in altered.reason
+    assert "decode makes this each time" in made.reason
+
+
+def test_a_prefill_replay_that_stands_apart_is_told_from_a_worker_that_changed():
+    record, b, _ = decoded_and_altered()
+    moved = b + np.random.default_rng(5).laplace(0, 0.4, b.size)
+    apart = with_changed(record, A=b, C0_old=b, C1_old=b, B0_old=moved, B1_old=moved)
+    unsplit = diagnose(apart)
+    assert (unsplit.kind, unsplit.side) == (Kind.DECODE_PATH, "B")
+    path = diagnose(with_changed(apart, D0_old=b))
+    assert (path.kind, path.side) == (Kind.DECODE_PATH, "B")
+    changed = diagnose(with_changed(apart, D0_old=moved))
+    assert (changed.kind, changed.side) == (Kind.CROSS_ENGINE, "B")
+    assert "the worker changed since A" in changed.reason
+
+
+def test_decode_alone_apart_is_seen_where_all_else_agrees():
+    record, b, a = decoded_and_altered()
+    assert diagnose(with_changed(record, D0_old=b)).kind is Kind.AGREEMENT
+    found = diagnose(with_changed(record, D0_old=a))
+    assert (found.kind, found.side) == (Kind.DECODE_PATH, "D")
+
+
+def test_decode_that_keeps_the_old_weights_is_seen_although_prefill_followed_the_update():
+    record = make_record("clean update", 5)
+    old, new = record.scores[b_key(0, "old")], record.scores[b_key(0, "new")]
+    assert diagnose(record.with_scores({ScoreKey("D", "new"): new})).kind is Kind.AGREEMENT
+    found = diagnose(record.with_scores({ScoreKey("D", "new"): old}))
+    assert (found.kind, found.side) == (Kind.DECODE_PATH, "D")
+    assert "decode scores as before the update" in found.reason
+
+
+def test_unstable_decode_is_named():
+    record, b, a = decoded_and_altered()
+    found = diagnose(with_changed(record, D0_old=b, D1_old=a))
+    assert (found.kind, found.side) == (Kind.UNSTABLE, "D")
+
+
+def test_decode_of_another_definition_is_not_subtracted():
+    record, b, _ = decoded_and_altered()
+    heated = replace(record, definitions={"D": ScoreDefinition("temperature", temperature=0.8)})
+    assert diagnose(heated).kind is Kind.AGREEMENT
+    found = diagnose(with_changed(heated, D0_old=b))
+    assert (found.kind, found.side) == (Kind.DEFINITION, "D")

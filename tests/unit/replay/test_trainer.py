@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import nn
 
-from syncguard.errors import ScoreError
 from syncguard.replay import ReplayRecord, c_key, response_scores_from_logits
 from syncguard.replay.capture import score_with_trainer
 from syncguard.replay.trainer import frozen, gradient_forward, trainer_forward
@@ -82,11 +81,6 @@ def test_positions_of_the_record_reach_the_model():
     model = Tiny()
     moved = record(positions=np.arange(30) + 7)
     assert np.abs(trainer_forward(model)(moved) - trainer_forward(model)(record())).max() > 1e-3
-
-
-def test_a_packed_record_is_refused_instead_of_scored_with_a_wrong_prefix():
-    with pytest.raises(ScoreError, match="packed"):
-        trainer_forward(Tiny())(record(segment_ids=[0] * 10 + [1] * 20))
 
 
 RANK_PROGRAM = """
