@@ -33,6 +33,7 @@ from syncguard.errors import (
 )
 from syncguard.manifest.compare import compare
 from syncguard.manifest.model import WorkerObservation
+from syncguard.manifest.recorded import recorded_findings
 from syncguard.manifest.verdict import Finding, FindingCode, Severity, Verdict, VerdictStatus, status_of
 from syncguard.replay import ReplayPolicy, ReplayRecord, ReplayStatus, ReplayVerdict, judge_replay
 
@@ -189,6 +190,8 @@ class _Run:
             self.timed("replay", 0.5, lambda: self.replayed(before))
         elif replayed:
             self.missing("the engine stopped answering before the replay")
+        if self.observation is not None:
+            self.recorded(self.observation, required=replayed)
         after = self.status("fence")
         if after is None:
             return None
@@ -279,6 +282,15 @@ class _Run:
         self.evidence["warm_cache_used"] = "yes" if self.passes.warm_seen else "the engine did not say so"
         self.replay = judge_replay(evidence_of(self.records), request.policy)
         self.judged(self.replay)
+
+    def recorded(self, observation: WorkerObservation, *, required: bool) -> None:
+        """Demand a replay that passed where bindings trust the engine's own loader."""
+        judged = self.replay
+        passed = judged is not None and judged.status is ReplayStatus.PASS
+        waived = self.request.replay_waived_because
+        why_not = f"it ended as {judged.status.value}" if judged is not None else f"waived: {waived}" if waived else ""
+        found = recorded_findings(observation.layouts, required=required, passed=passed, why_not=why_not)
+        self.findings.extend(replace(finding, worker=self.verifier.worker) for finding in found)
 
     def judged(self, replay: ReplayVerdict) -> None:
         if replay.status is ReplayStatus.PASS:

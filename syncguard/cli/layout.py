@@ -123,8 +123,12 @@ def _rank_name(rank: Any) -> str:
 
 
 def summary(rank: Any) -> RankSummary:
-    """Return the summary of one rank's layout message; a tensor that nothing claims counts as `unclaimed`."""
+    """Return the summary of one rank's layout message; a tensor that nothing claims counts as `unclaimed`.
+
+    `recorded` is bound too, by what the engine's own loader did instead of a rule.
+    """
     bound = {binding.resident for binding in rank.bindings}
+    recorded = {binding.resident for binding in rank.bindings if binding.source == "recorded"}
     named = {
         state: {line.partition(": ")[0] for line in getattr(rank, state)} for state in ("unbound", "derived", "exempt")
     }
@@ -135,7 +139,7 @@ def summary(rank: Any) -> RankSummary:
         if resident.alias_of:
             state = "alias"
         elif resident.name in bound:
-            state = "bound"
+            state = "recorded" if resident.name in recorded else "bound"
         row.tensors += 1
         row.states[state] = row.states.get(state, 0) + 1
         if state != "alias":

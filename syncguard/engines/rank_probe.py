@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from syncguard.layout.model import Derived, Padding, RankIdentity, RankLayout
+    from syncguard.layout.recording import Recording
 
 _PLAIN: Final = (bool, int, float, str, type(None))
 _LAYOUTS_KEPT: Final = 4
@@ -71,16 +72,24 @@ class RankProbe:
     Args:
         rank: Which rank this is, by its own process groups.
         get_model: Returns the live model; called at each use, since engines may replace it.
+        record: Records what the engine's own loader does with a model, for layers without a rule; None without a recorder.
 
     Attributes:
         incarnation: Random identity of this process's rank; a restarted rank makes another probe.
     """
 
-    def __init__(self, rank: RankIdentity, get_model: Callable[[], Any]) -> None:
+    def __init__(
+        self,
+        rank: RankIdentity,
+        get_model: Callable[[], Any],
+        *,
+        record: Callable[[Any], Recording] | None = None,
+    ) -> None:
         """Start at epoch 0 under a fresh incarnation."""
         self.rank = rank
         self.incarnation = secrets.token_hex(8)
         self._get_model = get_model
+        self._record = record
         self._version = probe_version()
         self._epoch = 0
         self._open_updates = 0
@@ -185,7 +194,9 @@ class RankProbe:
             self._places = places
         bound = self._bound.get(settings)
         if bound is None:
-            layout, tensors = walk_model(model, rank=self.rank, architecture=type(model).__name__)
+            layout, tensors = walk_model(
+                model, rank=self.rank, architecture=type(model).__name__, record=self._record
+            )
             bound = _bound(layout if layout.fingerprint else layout.sealed(), tensors)
             if len(self._bound) >= _LAYOUTS_KEPT:
                 self._bound.clear()

@@ -33,7 +33,9 @@ from syncguard.errors import SyncguardError, UnsupportedError
 from syncguard.layout.model import RankIdentity
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
+
+    from syncguard.layout.recording import Recording
 
 logger = logging.getLogger(__name__)
 
@@ -102,7 +104,11 @@ class ProcessProbes:
         probe = self._probes.get(role)
         if probe is None:
             placement = checker._parallelism_info(role=role).model_dump()  # noqa: SLF001 - the checker's own identity
-            probe = RankProbe(rank_identity(placement, role), checker._get_model)  # noqa: SLF001 - as above
+            probe = RankProbe(
+                rank_identity(placement, role),
+                checker._get_model,  # noqa: SLF001 - as above
+                record=recorder_of(role),
+            )
             for _ in range(self._finished):
                 probe.update_finished()
             for _ in range(self._open):
@@ -119,6 +125,24 @@ def device_of(model: Any) -> str:
     """Return the device type of a live model's first parameter, `cpu` without any."""
     first = next(iter(model.parameters()), None)
     return "cpu" if first is None else str(first.device.type)
+
+
+def recorder_of(role: str) -> Callable[[Any], Recording] | None:
+    """Return what records SGLang's own loader for layers without a rule, None for a draft model.
+
+    Names and shapes come from the headers of the server's own checkpoint. A draft model has another one.
+    """
+    if role != "target":
+        return None
+
+    def record(model: Any) -> Recording:
+        from sglang.srt.runtime_context import get_server_args
+
+        from syncguard.engines.loader_record import record_from_folder
+
+        return record_from_folder(model, str(get_server_args().model_path))
+
+    return record
 
 
 def rank_identity(placement: dict[str, Any], role: str) -> RankIdentity:

@@ -13,16 +13,17 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from syncguard.errors import DigestInputError
-from syncguard.layout import attention, experts, linear, vocab
-from syncguard.layout.families import Family, family_of
+from syncguard.layout import attention, experts, fp4, linear, vocab
+from syncguard.layout.families import UNKNOWN, Family, family_of
 from syncguard.layout.model import RankIdentity, RankLayout, ResidentTensor, Role, Unbound
+from syncguard.layout.recording import Recording, apply_recording
 from syncguard.layout.rules import Claims, LayerView, join, rule_for
 from syncguard.spec import dtype_named
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-RULE_MODULES = (attention, experts, linear, vocab)
+RULE_MODULES = (attention, experts, fp4, linear, vocab)
 """Imported for the rules that they register."""
 
 FOLLOWED = ("quant_method", "scheme", "kernel")
@@ -49,6 +50,7 @@ def walk_model(
     rank: RankIdentity,
     architecture: str | None = None,
     placement: Callable[[int, int], int] | None = None,
+    record: Callable[[Any], Recording] | None = None,
 ) -> tuple[RankLayout, dict[str, Any]]:
     """Return what a rank holds, sealed, and the live tensor of each resident name.
 
@@ -57,6 +59,7 @@ def walk_model(
         rank: Which rank speaks.
         architecture: Name of the model class, by default that of the live class.
         placement: `(layer_id, physical expert) -> logical expert`; by default SGLang's own live map when it has one.
+        record: Records what the engine's loader does; asked where rules leave something unbound, or only guess checkpoint names.
 
     Returns:
         The sealed layout and `{resident name: live tensor}`. Each resident is bound, padding, derived, exempt, alias, or
@@ -70,6 +73,9 @@ def walk_model(
     out = Claims()
     for place in places:
         _claim_place(place, family=family, model=model, residents=residents, live=live, placement=placement, out=out)
+    if record is not None and (out.unbound or family is UNKNOWN):
+        owners = [(place.module, place.tensors.values()) for place in places if not place.alias_of]
+        apply_recording(record(model), out, owners, names_known=family is not UNKNOWN)
     layout = RankLayout(
         rank=rank,
         architecture=architecture,

@@ -66,6 +66,7 @@ class FindingCode(str, Enum):
     STORAGE_MOVED = "storage_moved"
     EMPTY_RESIDENT = "empty_resident"
     UNBOUND = "unbound"
+    RECORDED = "recorded"
     ALGORITHM_DIFFERS = "algorithm_differs"
     PROBE_VERSION = "probe_version"
     FLUSH_NOT_CONFIRMED = "flush_not_confirmed"

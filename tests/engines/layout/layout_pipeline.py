@@ -46,9 +46,12 @@ def manifest_of(tensors: Mapping[str, torch.Tensor]) -> Manifest:
 class Worker:
     """All ranks of one worker under probes."""
 
-    def __init__(self, ranks: Sequence[Rank]) -> None:
+    def __init__(self, ranks: Sequence[Rank], record=None) -> None:
         self.ranks = ranks
-        self.probes = [RankProbe(rank.identity, lambda rank=rank: rank.model) for rank in ranks]
+        self.probes = [
+            RankProbe(rank.identity, lambda rank=rank: rank.model, record=record(rank) if record else None)
+            for rank in ranks
+        ]
         self.observed = [self._observe(index) for index in range(len(ranks))]
 
     def _observe(self, index: int):
