@@ -16,7 +16,7 @@ import numpy as np
 from syncguard.errors import DigestInputError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from syncguard.spec import Box, DType
 
@@ -52,6 +52,16 @@ class PartialDigest(msgspec.Struct, frozen=True, gc=False):
     def zero(cls) -> PartialDigest:
         """Return the partial digest of no elements, the neutral element of addition."""
         return _ZERO
+
+    @classmethod
+    def total(cls, partials: Iterable[PartialDigest]) -> PartialDigest:
+        """Return the sum over many."""
+        count = coverage = data = 0
+        for partial in partials:
+            count += partial.count
+            coverage += partial.coverage
+            data += partial.data
+        return cls(count, coverage % PRIME, data % PRIME)
 
     def __add__(self, other: PartialDigest) -> PartialDigest:
         """Return the partial digest of both element sets together, counted twice where they overlap."""

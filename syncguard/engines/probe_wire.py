@@ -43,11 +43,13 @@ class ProbeRequest:
     Attributes:
         op: What is asked.
         key_seed_hex: Key seed for `observe`, in hex.
+        known_layouts: Fingerprints of the layouts that the agent has kept; a rank does not send one of these again.
         spec_version: Specification that the agent speaks.
     """
 
     op: ProbeOp
     key_seed_hex: str = ""
+    known_layouts: tuple[str, ...] = ()
     spec_version: int = SPEC_VERSION
 
 
@@ -58,6 +60,7 @@ class ProbeAnswer:
     Attributes:
         status: Answer to `status`.
         layout: Answer to `layout`.
+        known_layout: Answer to `layout`, when it is still one that the agent knows: its fingerprint.
         observation: Answer to `observe`, without its partial digests.
         packed_partials: Its partial digests: count, coverage, data as little-endian u64, one after the other.
         error: Parts of the error that the probe met, as `SyncguardError.as_dict`.
@@ -66,6 +69,7 @@ class ProbeAnswer:
 
     status: RankStatus | None = None
     layout: RankLayout | None = None
+    known_layout: str = ""
     observation: RankObservation | None = None
     packed_partials: bytes = b""
     error: dict[str, str | int] = field(default_factory=dict)

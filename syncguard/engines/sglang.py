@@ -74,6 +74,7 @@ class SglangEngine:
             trust_env=False,
         )
         self._vocab_size = 0
+        self._layouts: dict[str, RankLayout] = {}
         self._engine = ""
         self._replicas = 1
         self._schedulers = 1
@@ -111,14 +112,25 @@ class SglangEngine:
         )
 
     def layouts(self) -> tuple[RankLayout, ...]:
-        """Return the layout of every rank."""
-        answers, _ = self._ask(ProbeRequest(ProbeOp.LAYOUT))
-        layouts = tuple(answer.layout for answer in answers if answer.layout is not None)
-        for layout in layouts:
+        """Return the layout of every rank; the very same objects as before for ranks whose layout did not change.
+
+        A rank walks its model each time, but sends the layout only if the agent has none of that fingerprint: a large
+        model's is megabytes, and what was proven of it is kept with the object.
+        """
+        answers, _ = self._ask(ProbeRequest(ProbeOp.LAYOUT, known_layouts=tuple(self._layouts)))
+        layouts = []
+        for answer in answers:
+            layout = answer.layout if answer.layout is not None else self._layouts.get(answer.known_layout)
+            if layout is None:
+                continue
+            layouts.append(layout)
+            if layout.fingerprint in self._layouts:
+                continue
             for shard in layout.shards():
                 if shard.tensor.fqn.endswith("embed_tokens.weight"):
                     self._vocab_size = shard.tensor.shape[0]
-        return layouts
+        self._layouts = {layout.fingerprint: layout for layout in layouts}
+        return tuple(layouts)
 
     def observe(self, key_seed: bytes) -> tuple[RankObservation, ...]:
         """Digest every rank's resident memory under a key seed."""

@@ -69,9 +69,7 @@ def entry_of(
     Raises:
         ManifestError: The boxes leave a hole or overlap.
     """
-    whole = PartialDigest.zero()
-    for partial in partials:
-        whole = whole + partial
+    whole = PartialDigest.total(partials)
     due = expected_coverage(dtype, shape, key_seed=key_seed)
     if (whole.count, whole.coverage) != (due.count, due.coverage):
         raise ManifestError(

@@ -6,7 +6,6 @@ one sort and not a comparison of all pairs; only boxes that overlap, or interloc
 
 from __future__ import annotations
 
-from collections import deque
 from dataclasses import dataclass
 from enum import Enum
 from itertools import pairwise
@@ -65,8 +64,12 @@ class ResidentProblem:
 @dataclass(frozen=True, slots=True)
 class _Claim:
     ops: tuple[ViewOp, ...]
-    label: str
-    sizes: tuple[int, ...] | None = None
+    name: str
+    box: Box | None = None
+
+    def __str__(self) -> str:
+        # Written only where there is a problem: there may be a hundred thousand claims.
+        return f"{self.name}{'' if self.box is None else self.box}"
 
 
 def partition_problems(shape: tuple[int, ...], boxes: Sequence[Box]) -> tuple[str, ...]:
@@ -86,7 +89,7 @@ def partition_problems(shape: tuple[int, ...], boxes: Sequence[Box]) -> tuple[st
     if problems:
         return tuple(problems)
     whole = tuple((0, size) for size in shape)
-    named = [(_spans(box), str(box)) for box in boxes if box.count]
+    named: list[_Named] = [(_spans(box), box) for box in boxes if box.count]
     return tuple(f"{kind.value} {text}" for kind, text in _tiling(whole, named))
 
 
@@ -100,22 +103,8 @@ def resident_problems(layout: RankLayout) -> tuple[ResidentProblem, ...]:
         layout: What one rank holds.
 
     Returns:
-        Problems sorted by resident name; empty when the proof succeeds. The proofs of the last `PROOFS_KEPT` layout
-        objects are kept, since a layout is frozen and is compared at each update.
+        Problems sorted by resident name; empty when the proof succeeds.
     """
-    for kept, problems in _PROOFS:
-        if kept is layout:
-            return problems
-    proof = _prove(layout)
-    _PROOFS.append((layout, proof))
-    return proof
-
-
-PROOFS_KEPT = 16
-_PROOFS: deque[tuple[RankLayout, tuple[ResidentProblem, ...]]] = deque(maxlen=PROOFS_KEPT)
-
-
-def _prove(layout: RankLayout) -> tuple[ResidentProblem, ...]:
     residents = {resident.name: resident for resident in layout.residents}
     claims: dict[str, list[_Claim]] = {name: [] for name in residents}
     problems: list[ResidentProblem] = []
@@ -123,7 +112,7 @@ def _prove(layout: RankLayout) -> tuple[ResidentProblem, ...]:
         if name in claims:
             claims[name].append(claim)
         else:
-            problems.append(ResidentProblem(name, ProblemKind.UNKNOWN_RESIDENT, f"claimed by {claim.label}"))
+            problems.append(ResidentProblem(name, ProblemKind.UNKNOWN_RESIDENT, f"claimed by {claim}"))
     problems += _alias_problems(layout, residents)
     for name, resident in residents.items():
         if not resident.alias_of:
@@ -134,10 +123,7 @@ def _prove(layout: RankLayout) -> tuple[ResidentProblem, ...]:
 def _claims(layout: RankLayout) -> Iterable[tuple[str, _Claim]]:
     for binding in layout.bindings:
         if not binding.alias:
-            yield (
-                binding.resident,
-                _Claim(binding.ops, f"{binding.shard.tensor.fqn}{binding.shard.box}", binding.shard.box.sizes),
-            )
+            yield binding.resident, _Claim(binding.ops, binding.shard.tensor.fqn, binding.shard.box)
     for padding in layout.paddings:
         yield padding.resident, _Claim(padding.ops, f"padding ({padding.reason})")
     for derived in layout.derived:
@@ -180,21 +166,23 @@ def _alias_problems(layout: RankLayout, residents: dict[str, ResidentTensor]) ->
 
 def _claims_problems(resident: ResidentTensor, claims: list[_Claim]) -> list[ResidentProblem]:
     name = resident.name
-    if Box.whole(resident.shape).count == 0:
-        if any(claim.label in {"unbound", "exempt"} for claim in claims):
+    if 0 in resident.shape:
+        if any(claim.box is None and claim.name in {"unbound", "exempt"} for claim in claims):
             return []
-        held = ", ".join(claim.label for claim in claims[:MAX_NAMED]) or "nothing"
+        held = ", ".join(map(str, claims[:MAX_NAMED])) or "nothing"
         return [ResidentProblem(name, ProblemKind.EMPTY_RESIDENT, f"shape {resident.shape}, claimed by {held}")]
+    if len(claims) == 1 and not claims[0].ops and (claims[0].box is None or claims[0].box.sizes == resident.shape):
+        return []  # one claim on the whole tensor, as most are
     for claim in claims:
-        wrong = _view_problem(resident.shape, claim.ops, claim.sizes)
+        wrong = _view_problem(resident.shape, claim.ops, claim.box.sizes if claim.box is not None else None)
         if wrong:
-            return [ResidentProblem(name, ProblemKind.BAD_VIEW, f"{claim.label}: {wrong}")]
+            return [ResidentProblem(name, ProblemKind.BAD_VIEW, f"{claim}: {wrong}")]
     try:
         shape, regions = regions_of(resident.shape, [claim.ops for claim in claims])
     except UnprovableRegionError as error:
         return [ResidentProblem(name, ProblemKind.UNPROVABLE, str(error))]
-    named = [
-        (spans, claim.label)
+    named: list[_Named] = [
+        (spans, claim)
         for claim, boxes in zip(claims, regions, strict=True)
         for spans in boxes
         if all(start < stop for start, stop in spans)
@@ -214,6 +202,7 @@ def _view_problem(shape: tuple[int, ...], ops: tuple[ViewOp, ...], sizes: tuple[
 
 Spans = tuple[tuple[int, int], ...]
 """A box as `(first, past the last)` in each dimension: cheaper than `Box` where there are a hundred thousand."""
+_Named = tuple[Spans, "_Claim | Box"]
 
 
 def _spans(box: Box) -> Spans:
@@ -224,7 +213,7 @@ def _written(spans: Spans) -> str:
     return "[" + ", ".join(f"{start}:{stop}" for start, stop in spans) + "]"
 
 
-def _tiling(whole: Spans, named: list[tuple[Spans, str]]) -> list[tuple[ProblemKind, str]]:
+def _tiling(whole: Spans, named: list[_Named]) -> list[tuple[ProblemKind, str]]:
     """Return holes and overlaps of boxes (each inside `whole`, none empty), at most `MAX_NAMED`."""
     if any(start == stop for start, stop in whole):
         return []
@@ -236,14 +225,14 @@ def _tiling(whole: Spans, named: list[tuple[Spans, str]]) -> list[tuple[ProblemK
             found.append((ProblemKind.HOLE, _written(region)))
         elif all(spans == region for spans, _ in inside):
             if len(inside) > 1:
-                labels = ", ".join(label for _, label in inside[:MAX_NAMED])
+                labels = ", ".join(str(claim) for _, claim in inside[:MAX_NAMED])
                 found.append((ProblemKind.OVERLAP, f"{_written(region)} of {labels}"))
         else:
             stack.extend(reversed(_split(region, inside)))
     return found
 
 
-def _split(region: Spans, named: list[tuple[Spans, str]]) -> list[tuple[Spans, list[tuple[Spans, str]]]]:
+def _split(region: Spans, named: list[_Named]) -> list[tuple[Spans, list[_Named]]]:
     """Cut a region along the first dimension with planes that cut no box, or through boxes where there is none."""
     for dim, (low, high) in enumerate(region):
         planes = _free_planes(low, high, sorted([spans[dim] for spans, _ in named]))
@@ -272,20 +261,18 @@ def _free_planes(low: int, high: int, ordered: list[tuple[int, int]]) -> list[in
     return planes
 
 
-def _cut(
-    region: Spans, named: list[tuple[Spans, str]], dim: int, planes: list[int]
-) -> list[tuple[Spans, list[tuple[Spans, str]]]]:
+def _cut(region: Spans, named: list[_Named], dim: int, planes: list[int]) -> list[tuple[Spans, list[_Named]]]:
     edges = [region[dim][0], *planes, region[dim][1]]
     before, after = region[:dim], region[dim + 1 :]
-    parts: list[tuple[Spans, list[tuple[Spans, str]]]] = [((*before, edge, *after), []) for edge in pairwise(edges)]
+    parts: list[tuple[Spans, list[_Named]]] = [((*before, edge, *after), []) for edge in pairwise(edges)]
     first = 0
-    for spans, label in sorted(named, key=lambda item: item[0][dim]):
+    for spans, claim in sorted(named, key=lambda item: item[0][dim]):
         start, stop = spans[dim]
         while edges[first + 1] <= start:
             first += 1
         index = first
         while index < len(parts) and edges[index] < stop:
             held = max(start, edges[index]), min(stop, edges[index + 1])
-            parts[index][1].append((spans if held == (start, stop) else (*spans[:dim], held, *spans[dim + 1 :]), label))
+            parts[index][1].append((spans if held == (start, stop) else (*spans[:dim], held, *spans[dim + 1 :]), claim))
             index += 1
     return parts

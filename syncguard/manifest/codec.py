@@ -104,7 +104,7 @@ def _check_parts(entry: ManifestEntry, at: str) -> None:
     problems = partition_problems(entry.shape, tuple(part.box for part in entry.parts))
     if problems:
         raise ManifestError("parts of a manifest entry", expected="a partition", found=problems[0], where=at)
-    total = sum((part.partial for part in entry.parts), PartialDigest.zero())
+    total = PartialDigest.total(part.partial for part in entry.parts)
     wrong = next((part.box for part in entry.parts if part.partial.count != part.box.count), None)
     if total != entry.partial or wrong is not None:
         raise ManifestError(

@@ -11,11 +11,11 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
-from syncguard.layout.model import BindingSource, CanonicalForm
+from syncguard.manifest.claims import TensorClaim, WorkerClaims, claims_of
 from syncguard.manifest.explain import Explainer
-from syncguard.manifest.model import KnownVersion, Manifest, WorkerObservation
+from syncguard.manifest.model import KnownVersion, Manifest, ManifestEntry, WorkerObservation
 from syncguard.manifest.observed import RankPair, comparable_pairs, drafts, rank_findings, residents
-from syncguard.manifest.tensors import Held, TensorOutcome, judge_tensor
+from syncguard.manifest.tensors import Held, TensorOutcome, adds_up, frozen_export, judge_tensor
 from syncguard.manifest.verdict import Coverage, Finding, FindingCode, Severity, Verdict, VerdictStatus, status_of
 
 _GRAVITY = {Severity.MISMATCH: 0, Severity.UNSUPPORTED: 1, Severity.INCOMPLETE: 2, Severity.WARNING: 3}
@@ -41,32 +41,40 @@ def compare(
     """
     explainer = Explainer.of(manifest, history)
     pairs, unpaired = comparable_pairs(manifest, observation)
-    coverage, resident_side = residents(pairs)
+    claims = claims_of([layout for layout, _ in pairs])
+    coverage, resident_side = residents(pairs, claims)
     findings = [*rank_findings(manifest, observation), *unpaired, *resident_side]
     findings += label_findings(manifest, observation, require_label=require_label)
 
-    held = _held_by_name(pairs)
+    partials = [partial for _, rank in pairs for partial in rank.partials]
     exempt = {policy.fqn for policy in manifest.exempt}
+    sound: list[ManifestEntry] = []
     outcomes: list[TensorOutcome] = []
+    replicas = 0
     for entry in manifest.entries:
-        shards = held.pop(entry.fqn, None)
-        if shards is not None:
-            outcomes.append(judge_tensor(entry, shards, explainer))
-        elif entry.fqn in exempt:
-            coverage = replace(coverage, exempt_tensors=coverage.exempt_tensors + 1)
+        claim = claims.tensors.get(entry.fqn)
+        if claim is None:
+            if entry.fqn in exempt:
+                coverage = replace(coverage, exempt_tensors=coverage.exempt_tensors + 1)
+            else:
+                outcomes.append(TensorOutcome([_not_held(entry.fqn)]))
+        elif adds_up(entry, claim, partials) and not frozen_export(entry, explainer):
+            sound.append(entry)
+            replicas += claim.replicas
         else:
-            outcomes.append(TensorOutcome([_not_held(entry.fqn)]))
+            outcomes.append(judge_tensor(entry, _held(claim, claims, pairs), explainer))
     findings += [finding for outcome in outcomes for finding in outcome.findings]
-    findings += _not_exported(held)
-    findings += torn_findings(outcomes)
+    exported = {entry.fqn for entry in manifest.entries}
+    findings += _not_exported({fqn: c for fqn, c in claims.tensors.items() if fqn not in exported}, claims, pairs)
+    findings += torn_findings(outcomes, sound, explainer)
 
-    proven = sum(outcome.proven for outcome in outcomes)
+    proven = len(sound) + sum(outcome.proven for outcome in outcomes)
     missed = len(manifest.entries) - proven - coverage.exempt_tensors
     coverage = replace(
         coverage,
         manifest_tensors=len(manifest.entries),
         proven_tensors=proven,
-        replicas=sum(outcome.replicas for outcome in outcomes),
+        replicas=replicas + sum(outcome.replicas for outcome in outcomes),
         uncovered=tuple(sorted({*coverage.uncovered, *drafts(observation)})),
     )
     ordered = tuple(
@@ -80,7 +88,7 @@ def compare(
     if not proven or missed:
         status = max(status, VerdictStatus.INCOMPLETE, key=_rank_status)
     reason = _reason(status, ordered, manifest, coverage)
-    return Verdict(status, reason, ordered, coverage, _evidence(manifest, observation, pairs))
+    return Verdict(status, reason, ordered, coverage, _evidence(manifest, observation, claims))
 
 
 def known_version(manifest: Manifest, observation: WorkerObservation | None = None) -> KnownVersion:
@@ -93,8 +101,11 @@ def known_version(manifest: Manifest, observation: WorkerObservation | None = No
     shards = {(entry.fqn, part.box): part.partial for entry in manifest.entries for part in entry.parts}
     if observation is not None:
         pairs, _ = comparable_pairs(manifest, observation)
-        for fqn, held in _held_by_name(pairs).items():
-            shards.update({(fqn, shard.box): shard.partial for shard in held})
+        for layout, rank in pairs:
+            for binding, partial in zip(layout.bindings, rank.partials, strict=True):
+                tensor, box = binding.shard.tensor, binding.shard.box
+                if box.sizes != tensor.shape:  # wholes are remembered already
+                    shards[tensor.fqn, box] = partial
     return KnownVersion(str(manifest.version), {entry.fqn: entry.partial for entry in manifest.entries}, shards)
 
 
@@ -114,11 +125,22 @@ def label_findings(manifest: Manifest, observation: WorkerObservation, *, requir
     ]
 
 
-def torn_findings(outcomes: Sequence[TensorOutcome]) -> list[Finding]:
-    """See the whole: some changed tensors are new and others are not."""
-    new = sum(outcome.proven and outcome.changed for outcome in outcomes)
+def torn_findings(
+    outcomes: Sequence[TensorOutcome], sound: Sequence[ManifestEntry], explainer: Explainer
+) -> list[Finding]:
+    """See the whole: some changed tensors are new and others are not.
+
+    Args:
+        outcomes: Of tensors that were judged one by one.
+        sound: Tensors that were proven at once.
+        explainer: Knows which of them changed.
+    """
     stale = Counter(version for outcome in outcomes for version in outcome.stale_versions)
-    if not new or not stale:
+    if not stale:
+        return []
+    new = sum(outcome.proven and outcome.changed for outcome in outcomes)
+    new += sum(explainer.differs_from(entry) for entry in sound)
+    if not new:
         return []
     versions = ", ".join(f"{count} of {version}" for version, count in sorted(stale.items()))
     return [
@@ -131,11 +153,13 @@ def torn_findings(outcomes: Sequence[TensorOutcome]) -> list[Finding]:
     ]
 
 
-def _held_by_name(pairs: Sequence[RankPair]) -> dict[str, list[Held]]:
-    held: dict[str, list[Held]] = {}
-    for layout, rank in pairs:
-        for binding, partial in zip(layout.bindings, rank.partials, strict=True):
-            held.setdefault(binding.shard.tensor.fqn, []).append(Held(rank.rank, binding, partial))
+def _held(claim: TensorClaim, claims: WorkerClaims, pairs: Sequence[RankPair]) -> list[Held]:
+    """Return every shard of a tensor, in the order of ranks."""
+    held = []
+    for index in sorted(index for group in claim.groups for index in group):
+        at, binding = claims.place(index)
+        layout, rank = pairs[at]
+        held.append(Held(rank.rank, layout.bindings[binding], rank.partials[binding]))
     return held
 
 
@@ -148,7 +172,7 @@ def _not_held(fqn: str) -> Finding:
     )
 
 
-def _not_exported(held: dict[str, list[Held]]) -> list[Finding]:
+def _not_exported(left: dict[str, TensorClaim], claims: WorkerClaims, pairs: Sequence[RankPair]) -> list[Finding]:
     """Report what is held but was not exported, but for a second name of something exported (a tied head)."""
     return [
         Finding(
@@ -159,8 +183,9 @@ def _not_exported(held: dict[str, list[Held]]) -> list[Finding]:
             rank=", ".join(str(shard.rank) for shard in shards),
             resident=shards[0].binding.resident,
         )
-        for fqn, shards in held.items()
-        if not all(shard.binding.alias for shard in shards)
+        for fqn, claim in left.items()
+        if not claim.alias
+        for shards in (_held(claim, claims, pairs),)
     ]
 
 
@@ -180,8 +205,7 @@ def _reason(status: VerdictStatus, findings: Sequence[Finding], manifest: Manife
     return f"{proven} of {total} tensors of {manifest.version} proven; {listed}"
 
 
-def _evidence(manifest: Manifest, observation: WorkerObservation, pairs: Sequence[RankPair]) -> dict[str, str]:
-    bindings = [binding for layout, _ in pairs for binding in layout.bindings]
+def _evidence(manifest: Manifest, observation: WorkerObservation, claims: WorkerClaims) -> dict[str, str]:
     return {
         "worker": observation.worker,
         "weight_version": str(manifest.version),
@@ -190,6 +214,6 @@ def _evidence(manifest: Manifest, observation: WorkerObservation, pairs: Sequenc
         "ranks": ", ".join(str(rank.rank) for rank in observation.ranks),
         "epoch": ", ".join(sorted({str(rank.epoch) for rank in observation.ranks})),
         "observe_s": f"{max((rank.duration_s for rank in observation.ranks), default=0.0):.4f}",
-        "dequantized_bindings": str(sum(binding.form is CanonicalForm.DEQUANTIZED for binding in bindings)),
-        "recorded_bindings": str(sum(binding.source is BindingSource.RECORDED for binding in bindings)),
+        "dequantized_bindings": str(sum(facts.dequantized for facts in claims.facts)),
+        "recorded_bindings": str(sum(facts.recorded for facts in claims.facts)),
     }

@@ -6,7 +6,8 @@ partial digest binds positions but not names, equal content under two names is s
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from syncguard.digest import PartialDigest
@@ -35,28 +36,34 @@ class Explanation:
     version: str = ""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Explainer:
-    """Indexes of one manifest and of earlier versions, built once for a comparison.
+    """One manifest and earlier versions; indexes by content are built when the first difference asks for them.
 
     Attributes:
+        manifest: The manifest that a worker was compared with.
         history: Earlier versions, the newest first.
         precedents: Those of them that the trainer may have changed something against: not those of later steps, which a
             worker knows after a rollback.
     """
 
+    manifest: Manifest
     history: Sequence[KnownVersion]
     precedents: Sequence[KnownVersion] = ()
-    _whole_names: Mapping[tuple[str, tuple[int, ...], PartialDigest], str] = field(default_factory=dict)
-    _part_names: Mapping[tuple[str, Box, PartialDigest], str] = field(default_factory=dict)
 
     @classmethod
     def of(cls, manifest: Manifest, history: Sequence[KnownVersion]) -> Explainer:
-        """Index a manifest by content."""
-        wholes = {(e.dtype, e.shape, e.partial): e.fqn for e in manifest.entries}
-        parts = {(e.dtype, part.box, part.partial): e.fqn for e in manifest.entries for part in e.parts}
+        """Return the explainer of a manifest, `history` newest first."""
         later = {known.label for known in history if _later(known.label, manifest.version)}
-        return cls(history, [known for known in history if known.label not in later], wholes, parts)
+        return cls(manifest, history, [known for known in history if known.label not in later])
+
+    @cached_property
+    def _whole_names(self) -> Mapping[tuple[str, tuple[int, ...], PartialDigest], str]:
+        return {(e.dtype, e.shape, e.partial): e.fqn for e in self.manifest.entries}
+
+    @cached_property
+    def _part_names(self) -> Mapping[tuple[str, Box, PartialDigest], str]:
+        return {(e.dtype, part.box, part.partial): e.fqn for e in self.manifest.entries for part in e.parts}
 
     def stale_version(self, fqn: str, box: Box, shape: tuple[int, ...], partial: PartialDigest) -> str:
         """Return the label of the newest earlier version with this content in this box, or an empty string."""

@@ -8,11 +8,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
-from math import prod
 
-from syncguard.layout.coverage import ProblemKind, ResidentProblem, resident_problems
+from syncguard.layout.coverage import ProblemKind, ResidentProblem
 from syncguard.layout.model import RankLayout
-from syncguard.layout.ops import shape_after
+from syncguard.manifest.claims import LayoutFacts, WorkerClaims, claims_of
 from syncguard.manifest.model import Manifest, RankObservation, WorkerObservation
 from syncguard.manifest.verdict import Coverage, Finding, FindingCode, Severity
 
@@ -88,7 +87,8 @@ def comparable_pairs(manifest: Manifest, observation: WorkerObservation) -> tupl
     A rank of another algorithm or key is left out too; `rank_findings` names it. A draft model's rank is left out and
     listed by `drafts`.
     """
-    layouts = {layout.fingerprint: layout for layout in observation.layouts}
+    claims = claims_of(observation.layouts)
+    layouts = {layout.fingerprint: (layout, facts) for layout, facts in zip(claims.layouts, claims.facts, strict=True)}
     pairs: list[RankPair] = []
     findings = []
     for rank in observation.ranks:
@@ -97,8 +97,8 @@ def comparable_pairs(manifest: Manifest, observation: WorkerObservation) -> tupl
             manifest.key_seed_hex,
         ) or rank.rank.role != TARGET:
             continue
-        layout = layouts.get(rank.layout_fingerprint)
-        if layout is None or not _answers_fit(layout, rank):
+        named = layouts.get(rank.layout_fingerprint)
+        if named is None or not _answers_fit(*named, rank):
             findings.append(
                 Finding(
                     FindingCode.LAYOUT_UNKNOWN,
@@ -109,7 +109,7 @@ def comparable_pairs(manifest: Manifest, observation: WorkerObservation) -> tupl
                 )
             )
             continue
-        pairs.append((layout, rank))
+        pairs.append((named[0], rank))
     return pairs, findings
 
 
@@ -122,13 +122,13 @@ def drafts(observation: WorkerObservation) -> tuple[str, ...]:
     )
 
 
-def _answers_fit(layout: RankLayout, rank: RankObservation) -> bool:
+def _answers_fit(layout: RankLayout, facts: LayoutFacts, rank: RankObservation) -> bool:
     return (
         layout.rank == rank.rank
         and len(layout.bindings) == len(rank.partials)
         and len(layout.paddings) == len(rank.paddings)
         and len(layout.derived) == len(rank.derived)
-        and all(b.shard.box.count == p.count for b, p in zip(layout.bindings, rank.partials, strict=True))
+        and facts.counts == tuple(partial.count for partial in rank.partials)
     )
 
 
@@ -195,31 +195,31 @@ def resident_findings(pair: RankPair, problems: tuple[ResidentProblem, ...]) -> 
         )
 
 
-def residents(pairs: list[RankPair]) -> tuple[Coverage, list[Finding]]:
-    """Return the resident side of coverage over all ranks, with its findings."""
+def residents(pairs: list[RankPair], claims: WorkerClaims) -> tuple[Coverage, list[Finding]]:
+    """Return the resident side of coverage over all ranks, with its findings.
+
+    Args:
+        pairs: Layouts and observations.
+        claims: Of these layouts, in this order.
+    """
     coverage = Coverage()
     findings: list[Finding] = []
-    for pair in pairs:
-        problems = resident_problems(pair[0])
-        findings += resident_findings(pair, problems)
-        coverage = _added(coverage, pair, problem_count=len({problem.resident for problem in problems}))
+    for pair, facts in zip(pairs, claims.facts, strict=True):
+        findings += resident_findings(pair, facts.problems)
+        coverage = _added(coverage, pair, facts)
     return coverage, findings
 
 
-def _added(coverage: Coverage, pair: RankPair, *, problem_count: int) -> Coverage:
+def _added(coverage: Coverage, pair: RankPair, facts: LayoutFacts) -> Coverage:
     layout, rank = pair
-    own = {resident.name: resident for resident in layout.residents if not resident.alias_of}
-    unbound = {claim.resident for claim in layout.unbound}
-    bound = {binding.resident for binding in layout.bindings if binding.resident in own} - unbound
-    padding = sum(prod(shape_after(own[p.resident].shape, p.ops)) for p in layout.paddings if p.resident in own)
     return replace(
         coverage,
-        resident_tensors=coverage.resident_tensors + len(own),
-        bound_residents=coverage.bound_residents + len(bound) - problem_count,
-        derived_residents=coverage.derived_residents + len({claim.resident for claim in layout.derived}),
+        resident_tensors=coverage.resident_tensors + facts.resident_tensors,
+        bound_residents=coverage.bound_residents + facts.bound,
+        derived_residents=coverage.derived_residents + facts.derived,
         exempt_residents=coverage.exempt_residents + len(layout.exempt),
-        unbound_residents=coverage.unbound_residents + len(unbound),
-        padding_elements=coverage.padding_elements + padding,
+        unbound_residents=coverage.unbound_residents + facts.unbound,
+        padding_elements=coverage.padding_elements + facts.padding_elements,
         read_bytes=coverage.read_bytes + rank.read_bytes,
         uncovered=tuple(sorted({*coverage.uncovered, *layout.uncovered})),
     )

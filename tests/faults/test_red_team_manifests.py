@@ -97,6 +97,7 @@ def test_a_verdict_with_exemptions_does_not_claim_all_tensors():
 
 
 def test_a_tensor_that_was_judged_in_silence_is_not_a_match(monkeypatch):
+    monkeypatch.setattr("syncguard.manifest.compare.adds_up", lambda *_: False)
     monkeypatch.setattr(
         "syncguard.manifest.compare.judge_tensor", lambda entry, *_: TensorOutcome(proven=entry.fqn != "up.weight")
     )
