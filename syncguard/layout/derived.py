@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
+from syncguard.layout.derived_scales import SCALE_RULES
 from syncguard.layout.ops import apply_ops
 
 if TYPE_CHECKING:
@@ -151,6 +152,7 @@ _RULES: Final[Mapping[str, Callable[..., Any]]] = {
     MLA_W_VC_DEQUANTIZED: _mla_w_vc_dequantized,
     REPEATS_ROW: _repeats_row,
     EQUALS: _equals,
+    **SCALE_RULES,
 }
 """What each rule gives, from the found tensor (for its shape only) and the sources."""
 

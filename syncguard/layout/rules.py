@@ -173,9 +173,16 @@ class LayerView:
         return found
 
     def bind(
-        self, resident: ResidentTensor, logical: str, shape: Sequence[int], box: Box, ops: Sequence[ViewOp] = ()
+        self,
+        resident: ResidentTensor,
+        logical: str,
+        shape: Sequence[int],
+        box: Box,
+        ops: Sequence[ViewOp] = (),
+        *,
+        dtype: str = "",
     ) -> None:
-        """Claim that a view of a resident tensor equals a box of a logical one.
+        """Claim that a view of a resident tensor equals a box of a logical one, of the same dtype unless one is given.
 
         Raises:
             ValueError: The view does not have the sizes of the box; the walk turns this into `Unbound`.
@@ -187,7 +194,7 @@ class LayerView:
         self.out.claimed.add(resident.name)
         if not box.count:
             return
-        tensor = LogicalTensor(logical, resident.dtype, tuple(shape))
+        tensor = LogicalTensor(logical, dtype or resident.dtype, tuple(shape))
         self.out.bindings.append(Binding(Shard(tensor, box), resident.name, tuple(ops), alias=self.alias))
 
     def bind_spans(

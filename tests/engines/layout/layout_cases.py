@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from layout_checkpoints import CHECKPOINTS, Checkpoint
+from layout_machines import HOPPER
 from layout_quantize import SCHEMES
 from layout_ranks import Rank, Split
 
@@ -47,6 +48,10 @@ QUANTIZED: dict[str, tuple[str, ...]] = {
     "ct-fp8-channel": ("llama", "qwen3", "qwen3-moe", "glm4-moe"),
     "ct-int8-channel": ("llama", "qwen3"),
     "w8a8-int8": ("llama", "qwen3", "qwen3-moe", "glm4-moe"),
+    "nvfp4": ("llama", "qwen3"),
+    "nvfp4-padded": ("llama-bias", "qwen3"),
+    "nvfp4-trtllm": ("qwen3",),
+    "nvfp4-marlin": ("llama-bias", "qwen3"),
 }
 
 BLOCKS_OF_128: dict[str, Any] = {
@@ -86,6 +91,8 @@ class Cell:
         checkpoint = CHECKPOINTS[self.name]
         if self.scheme not in SCHEMES:
             return checkpoint
+        if SCHEMES[self.scheme].sizes is not None:
+            return replace(checkpoint, changes=checkpoint.changes | SCHEMES[self.scheme].sizes)
         sizes = BLOCKS_OF_128 | (MLA_BLOCKS if "kv_lora_rank" in checkpoint.changes else {})
         return replace(checkpoint, changes=checkpoint.changes | sizes)
 
@@ -105,7 +112,9 @@ class Cell:
 
     def rank(self, folder: Path, pp_rank: int, tp_rank: int) -> Rank:
         """Build one rank, not loaded."""
-        return Rank(folder, self.split, pp_rank, tp_rank, **{"dtype": self.dtype, **self.checkpoint.server_args})
+        machine = SCHEMES[self.scheme].machine if self.scheme in SCHEMES else HOPPER
+        args = {"dtype": self.dtype, **self.checkpoint.server_args}
+        return Rank(folder, self.split, pp_rank, tp_rank, machine=machine, **args)
 
 
 CELLS = [

@@ -7,6 +7,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from layout_machines import (
+    BLACKWELL_CUTLASS,
+    BLACKWELL_TRTLLM,
+    HOPPER,
+    HOPPER_MARLIN,
+    Machine,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -48,13 +55,41 @@ def channel(name: str, weight: torch.Tensor, dtype: torch.dtype) -> dict[str, to
     return {name: (values.round() if dtype is torch.int8 else values).to(dtype), f"{name}_scale": scale}
 
 
+def nvfp4(name: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:
+    """ModelOpt's NVFP4: two values a byte, an e4m3 scale of 16, float32 scales of the tensor and of its input."""
+    module = name.removesuffix(".weight")
+    generator = torch.Generator().manual_seed(sum(name.encode()))
+    rows, columns = weight.shape
+    scale = torch.randint(1, 127, (rows, columns // 16), dtype=torch.uint8, generator=generator)
+    scale[0, 0] = 1  # a subnormal
+    return {
+        name: torch.randint(0, 256, (rows, columns // 2), dtype=torch.uint8, generator=generator),
+        f"{module}.weight_scale": scale.view(torch.float8_e4m3fn),
+        f"{module}.weight_scale_2": torch.rand((), generator=generator) + 0.5,
+        f"{module}.input_scale": torch.rand((), generator=generator) + 0.5,
+    }
+
+
+NVFP4 = {
+    "quant_method": "modelopt_fp4",
+    "quant_algo": "NVFP4",
+    "group_size": 16,
+    "ignore": ["lm_head", "*.mlp.gate"],
+}
+
+
 @dataclass(frozen=True)
 class Scheme:
-    """A quantization scheme: how one weight is exported, and what config.json says."""
+    """A quantization scheme: how one weight is exported, what config.json says, and where SGLang is to think it runs.
+
+    `sizes` replace those of the checkpoints; by default they are made of whole 128 x 128 blocks.
+    """
 
     name: str
     quantize: Callable[[str, torch.Tensor], dict[str, torch.Tensor]]
     config: dict[str, Any]
+    machine: Machine = HOPPER
+    sizes: dict[str, Any] | None = None
 
     def export(self, folder: Path, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return the quantized tensors and add the scheme to the folder's config.json."""
@@ -111,4 +146,8 @@ SCHEMES = {
         lambda name, weight: channel(name, weight, torch.int8),
         {"quant_method": "w8a8_int8"},
     ),
+    "nvfp4": Scheme("NVFP4, CUTLASS", nvfp4, NVFP4, BLACKWELL_CUTLASS),
+    "nvfp4-padded": Scheme("NVFP4, CUTLASS, padded", nvfp4, NVFP4, BLACKWELL_CUTLASS, {}),
+    "nvfp4-trtllm": Scheme("NVFP4, TRT-LLM", nvfp4, NVFP4, BLACKWELL_TRTLLM),
+    "nvfp4-marlin": Scheme("NVFP4, Marlin", nvfp4, NVFP4, HOPPER_MARLIN, {}),
 }

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
     from pathlib import Path
 
+from layout_machines import HOPPER, Machine
+
 from syncguard.layout.model import RankIdentity
 
 # qwen3_5.py takes these kernels of a CPU build by name when it is imported; only its forward calls them.
@@ -68,8 +70,11 @@ class Group:
 class Rank:
     """One rank's model with the context that it was built in."""
 
-    def __init__(self, folder: Path, split: Split, pp_rank: int, tp_rank: int, **args: Any) -> None:
+    def __init__(
+        self, folder: Path, split: Split, pp_rank: int, tp_rank: int, *, machine: Machine = HOPPER, **args: Any
+    ) -> None:
         self.split = split
+        self.machine = machine
         # Attention DP divides the tensor-parallel group: it adds no ranks.
         self.identity = RankIdentity(tp_rank=tp_rank, tp_size=split.tp, pp_rank=pp_rank, pp_size=split.pp)
         self.args = ServerArgs(
@@ -87,6 +92,7 @@ class Rank:
                 "disable_overlap_schedule": True,
                 "skip_tokenizer_init": True,
                 "dtype": "float32",
+                **machine.server_args,
                 **args,
             },
         )
@@ -111,7 +117,11 @@ class Rank:
             rank, size = getattr(parallel, f"{name}_rank", 0), getattr(parallel, f"{name}_size")
             groups[f"{name}_group"] = Group(rank, size)
         before = torch.get_default_dtype()
-        with runtime_context.use_context(self.context), runtime_context.get_parallel().override(**groups):
+        with (
+            self.machine.chosen(),
+            runtime_context.use_context(self.context),
+            runtime_context.get_parallel().override(**groups),
+        ):
             torch.set_default_dtype(self.model_config.dtype if hasattr(self, "model_config") else torch.float32)
             try:
                 yield
@@ -134,7 +144,7 @@ class Rank:
         Only flags are changed: create, load and post-process are the engine's own code, on CPU tensors.
         """
         with ExitStack() as stack:
-            stack.enter_context(mock.patch("torch.cuda.get_device_capability", return_value=(9, 0)))
+            stack.enter_context(self.machine.building())
             stack.enter_context(
                 mock.patch("sglang.srt.layers.quantization.fp8.cutlass_fp8_supported", return_value=True)
             )

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from syncguard.layout.ops import apply_ops
+from syncguard.layout.repack import Rearrange, moves_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -34,12 +35,31 @@ class Provenance:
     """Where every resident element came from.
 
     `ids[name]` has the shape of the resident tensor and holds checkpoint element numbers, `ZERO` or `UNWRITTEN`.
-    `numbers[fqn]` are the numbers of a checkpoint tensor's elements.
+    `numbers[fqn]` are the numbers of a checkpoint tensor's elements. `passes` are the resident tensors after each digit was
+    loaded: what lies in parts of several resident elements is read from them after it was put together again.
     """
 
     numbers: dict[str, np.ndarray]
     ids: dict[str, np.ndarray]
     layout: RankLayout
+    passes: list[dict[str, torch.Tensor]]
+    base: int
+
+    def through(self, resident: str, ops: tuple[Any, ...]) -> np.ndarray:
+        """Return the checkpoint element numbers that a chain of operations leads to."""
+        if not moves_bytes(ops) or (all(op.whole for op in ops if isinstance(op, Rearrange)) and not recoded(ops)):
+            return apply_ops(self.ids[resident], ops)
+        held = None
+        for digit, live in enumerate(self.passes):
+            got = digits_of(apply_ops(live[resident], ops), self.base)
+            held = np.zeros(got.shape, np.int64) if held is None else held
+            held = np.where((held < 0) | (got < 0), np.minimum(held, got), held + got * self.base**digit)
+        assert held is not None
+        return held
+
+
+def recoded(ops: tuple[Any, ...]) -> bool:
+    return any(hasattr(op, "table") for op in ops)
 
 
 def element_numbers(tensors: Mapping[str, torch.Tensor]) -> dict[str, np.ndarray]:
@@ -93,17 +113,20 @@ def record(
     wide = all(parameter.dtype == torch.float32 for parameter in rank.model.parameters())
     base = WIDE if wide and all(tensor.dtype == torch.float32 for tensor in tensors.values()) else NARROW
     passes = next(n for n in range(1, 9) if base**n >= total)
+    loaded: list[dict[str, torch.Tensor]] = []
     for digit in range(passes):
         rank = build() if digit else rank
         fill_unwritten(rank.model)
         rank.load({name: digit_tensor(numbers[name], base, digit, tensor.dtype) for name, tensor in tensors.items()})
         layout, live = walk(rank)
+        moved = {claim.resident for claim in (*layout.bindings, *layout.paddings) if moves_bytes(claim.ops)}
+        loaded.append({name: live[name].detach().clone() for name in moved})
         for name, tensor in live.items():
             got = digits_of(tensor, base)
             held = ids.setdefault(name, np.zeros(got.shape, np.int64))
             ids[name] = np.where((held < 0) | (got < 0), np.minimum(held, got), held + got * base**digit)
     assert layout is not None
-    return Provenance(numbers, ids, layout)
+    return Provenance(numbers, ids, layout, loaded, base)
 
 
 def disagreements(provenance: Provenance) -> list[str]:
@@ -120,12 +143,12 @@ def disagreements(provenance: Provenance) -> list[str]:
             found.append(f"{tensor.fqn}: the rule says {tensor.shape}, the checkpoint {numbers.shape}")
             continue
         due = numbers[tuple(slice(o, o + n) for o, n in zip(box.offsets, box.sizes, strict=True))]
-        got = apply_ops(provenance.ids[binding.resident], binding.ops)
+        got = provenance.through(binding.resident, binding.ops)
         if not np.array_equal(got, due):
             at = tuple(int(i) for i in np.argwhere(got != due)[0])
             found.append(f"{binding.resident} as {tensor.fqn}{box}: at {at} the loader put {got[at]}, rule {due[at]}")
     for padding in provenance.layout.paddings:
-        got = apply_ops(provenance.ids[padding.resident], padding.ops)
+        got = provenance.through(padding.resident, padding.ops)
         if not (got == ZERO).all():
             found.append(f"{padding.resident}: padding ({padding.reason}) holds {sorted(set(got[got != ZERO]))[:4]}")
     return found

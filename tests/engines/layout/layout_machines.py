@@ -1,0 +1,74 @@
+"""Machines that SGLang's quantization methods are told to be on, so that their branches run on CPU tensors.
+
+Only facts and kernels are changed: create, load and post-process are the engine's own code. Kernels that move bytes are the
+references of `layout_kernels`; those that compute are never called.
+"""
+
+from __future__ import annotations
+
+import sys
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+import layout_kernels
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+REPACKING = ("marlin_utils_fp4", "marlin_utils_fp8", "gptq_kernels", "compressed_tensors_wNa16", "awq_kernels")
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A machine: its compute capability, what the platform says, and the backends that its server chose."""
+
+    capability: tuple[int, int] = (9, 0)
+    platform: dict[str, bool] = field(default_factory=dict)
+    fp4: str = ""
+    server_args: dict[str, Any] = field(default_factory=dict)
+
+    @contextmanager
+    def chosen(self) -> Iterator[None]:
+        """What stays so as long as the server runs: its backends."""
+        with ExitStack() as stack:
+            if self.fp4:
+                from sglang.srt.layers.quantization import fp4_utils
+
+                backend = fp4_utils.Fp4GemmRunnerBackend(self.fp4)
+                stack.enter_context(mock.patch.object(fp4_utils, "FP4_GEMM_RUNNER_BACKEND", backend))
+            yield
+
+    @contextmanager
+    def building(self) -> Iterator[None]:
+        """What creating, loading and post-processing see besides."""
+        from sglang.srt import runtime_context
+        from sglang.srt.layers.quantization import modelopt_quant
+
+        with ExitStack() as stack:
+            enter = stack.enter_context
+            enter(mock.patch("torch.cuda.get_device_capability", return_value=self.capability))
+            enter(mock.patch("torch.cuda.get_device_properties", return_value=layout_kernels.DEVICE))
+            enter(mock.patch.object(torch.Tensor, "cuda", lambda tensor, *_: tensor))
+            if self.platform:
+                enter(runtime_context.override_platform(**self.platform))
+            if self.capability[0] >= 10:
+                modules = layout_kernels.flashinfer()
+                enter(mock.patch.dict(sys.modules, modules))
+                for name in ("reorder_rows_for_gated_act_gemm", "shuffle_matrix_sf_a"):
+                    enter(mock.patch.object(modelopt_quant, name, new=object()))
+            for name, module in list(sys.modules.items()):
+                if name.rpartition(".")[2] in REPACKING:
+                    enter(
+                        mock.patch.object(module, "gptq_marlin_repack", layout_kernels.gptq_marlin_repack, create=True)
+                    )
+                    enter(mock.patch.object(module, "awq_marlin_repack", layout_kernels.awq_marlin_repack, create=True))
+            yield
+
+
+HOPPER = Machine()
+HOPPER_MARLIN = Machine(platform={"is_sm90": True, "is_blackwell": False}, fp4="marlin")
+BLACKWELL_CUTLASS = Machine((10, 0), {"is_sm100": True, "is_blackwell": True}, "flashinfer_cutlass")
+BLACKWELL_TRTLLM = Machine((10, 0), {"is_sm100": True, "is_blackwell": True}, "flashinfer_trtllm")
