@@ -16,6 +16,7 @@ from syncguard.cli.diagnose import diagnose
 from syncguard.cli.diff import diff
 from syncguard.cli.export import export
 from syncguard.cli.gate import gate
+from syncguard.cli.inside import inside
 from syncguard.cli.layout import layout
 from syncguard.cli.output import EXIT_CODES_HELP, print_error
 from syncguard.cli.report import report
@@ -29,7 +30,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (agent, gate, export, audit, diff, layout, capture, diagnose, report, demo):
+for command in (agent, gate, export, audit, diff, layout, capture, diagnose, inside, report, demo):
     app.command(epilog=EXIT_CODES_HELP)(command)
 
 

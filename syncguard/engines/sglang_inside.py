@@ -19,7 +19,7 @@ import httpx
 import msgspec
 
 from syncguard.engines.sglang_forced import SAMPLERS, ForcedResponse
-from syncguard.errors import EngineError, SyncguardError, UnsupportedError, UsageError
+from syncguard.errors import EngineError, SyncguardError, UnreachableError, UnsupportedError, UsageError
 from syncguard.replay.inside import CHOSEN
 
 if TYPE_CHECKING:
@@ -118,10 +118,10 @@ class RankCapture:
             return InsideAnswer(modules=names, routers=tuple(routers_of(model)))
         stack = ExitStack()
         file = str(self._file(placement, "operator-")) if request.operator else ""
-        capture = stack.enter_context(capturing(model, names))
+        capture = stack.enter_context(capturing(model, names, guarded=True))
         self._open = (stack, capture, names, file)
         if file:
-            stack.enter_context(saving_operator_input(model, request.operator, file))
+            stack.enter_context(saving_operator_input(model, request.operator, file, guarded=True))
         return InsideAnswer(modules=names)
 
     def _stop(self, placement: dict[str, Any]) -> InsideAnswer:
@@ -134,6 +134,8 @@ class RankCapture:
             raise UsageError("stop of a capture", expected="one that was started", found="none")
         _, capture, names, operator_file = self._open
         self._close()
+        if capture.error:
+            return InsideAnswer(error=capture.error)
         target = self._file(placement)
         beside = target.with_suffix(".part")
         save_file({name: value.contiguous() for name, value in capture.values.items()}, beside)
@@ -170,6 +172,7 @@ def list_points(base_url: str) -> InsideAnswer:
 
     Raises:
         EngineError: A rank failed.
+        UnreachableError: The server does not answer.
         UnsupportedError: The server does not look inside.
     """
     with _client(base_url) as http:
@@ -192,12 +195,13 @@ def look_inside(
 
     Raises:
         EngineError: The server refused, a rank failed, or the flush was not confirmed.
+        UnreachableError: The server does not answer.
         UnsupportedError: The server does not look inside.
     """
     with _client(base_url) as http:
         ask_ranks(http, InsideRequest("capture", tuple(modules), operator))
         try:
-            flushed = http.post("/flush_cache")
+            flushed = _post(http, "/flush_cache", {})
             if flushed.status_code != httpx.codes.OK:
                 raise EngineError(
                     "flush before a capture", expected="Cache flushed.", found=flushed.text, where=base_url
@@ -208,7 +212,7 @@ def look_inside(
                 "return_logprob": True,
                 "logprob_start_len": record.prompt_length - 1,
             }
-            scored = http.post("/generate", json=body)
+            scored = _post(http, "/generate", body)
             if scored.status_code != httpx.codes.OK:
                 raise EngineError("prefill of a capture", expected="HTTP 200", found=scored.text[:200], where=base_url)
         finally:
@@ -225,6 +229,7 @@ def forcing(http: httpx.Client, response_ids: Sequence[int], prompt_length: int)
 
     Raises:
         EngineError: A rank saw another request than ours.
+        UnreachableError: The server does not answer.
         UnsupportedError: The server does not look inside.
     """
     ask_ranks(http, InsideRequest("force", response_ids=tuple(response_ids), prompt_length=prompt_length))
@@ -239,14 +244,27 @@ def _client(base_url: str) -> httpx.Client:
     return httpx.Client(base_url=base_url, timeout=300, trust_env=False)
 
 
+def _post(http: httpx.Client, path: str, payload: dict[str, Any]) -> httpx.Response:
+    try:
+        return http.post(path, json=payload)
+    except httpx.HTTPError as error:
+        raise UnreachableError(
+            "the engine did not answer",
+            found=f"{type(error).__name__}: {error}",
+            where=f"{http.base_url}{path.removeprefix('/')}",
+            todo="check that the server runs and that the address is right",
+        ) from error
+
+
 def ask_ranks(http: httpx.Client, request: InsideRequest) -> list[InsideAnswer]:
     """Send a request to every rank and return their answers.
 
     Raises:
         EngineError: The server does not answer in JSON, or a rank failed.
+        UnreachableError: The server does not answer.
         UnsupportedError: The server does not look inside.
     """
-    response = http.post("/weights_checker", json={"action": ACTION_PREFIX + msgspec.json.encode(request).decode()})
+    response = _post(http, "/weights_checker", {"action": ACTION_PREFIX + msgspec.json.encode(request).decode()})
     try:
         body = response.json()
     except json.JSONDecodeError as error:

@@ -2,7 +2,8 @@
 
 Works on Transformers and on the model inside an SGLang rank, whose layers hold back the residual: some return
 `(hidden, residual)`, Qwen3 of 0.5.23 leaves it in `forward_batch.residual_stream` (`layers/layer_boundary/residual`). The residual
-stream is the sum. Not imported by the package itself: the agent runs without torch.
+stream is the sum. Of several ranks a layer may return an opaque `OwedOutput`, whose reduction runs later: the stream is then
+read where the next attention, or the final norm, is given it. Not imported by the package itself: the agent runs without torch.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from safetensors.torch import load_file, save_file
 
-from syncguard.errors import RecordError, ScoreError
+from syncguard.errors import RecordError, ScoreError, SyncguardError
 from syncguard.replay.inside import CHOSEN, LOGITS, WEIGHTS, is_layer, is_router
 
 if TYPE_CHECKING:
@@ -31,12 +32,30 @@ class Capture:
 
     Attributes:
         values: Point → [tokens, channels]; a router has two, `NAME#chosen` (int64) and `NAME#weights`, [tokens, top_k] each.
+        error: Why a point could not be kept, of a guarded capture; empty where all could.
+        owed: Layers whose stream is not complete before the next module reads it.
     """
 
-    def __init__(self) -> None:
-        """Start empty."""
+    def __init__(self, *, guarded: bool = False) -> None:
+        """Start empty; a guarded capture never raises into the forward that it watches."""
         self.values: dict[str, torch.Tensor] = {}
+        self.error = ""
+        self.owed: set[str] = set()
+        self._guarded = guarded
         self._bytes = 0
+
+    def hook(self, keep: Callable[..., None]) -> Callable[..., None]:
+        """Return a forward hook that keeps something."""
+
+        def run(*args: Any) -> None:
+            try:
+                keep(*args)
+            except Exception as error:
+                if not self._guarded:
+                    raise
+                self.error = self.error or (error.text() if isinstance(error, SyncguardError) else str(error))
+
+        return run
 
     def add(self, name: str, output: Any) -> None:
         """Keep one output of a module.
@@ -132,11 +151,18 @@ def stream_of(name: str, inputs: tuple[Any, ...], keywords: dict[str, Any], outp
     if name.endswith("norm") and isinstance(output, tuple):
         return output[0]
     if is_layer(name) and isinstance(output, torch.Tensor):
-        for value in (*inputs, *keywords.values()):
-            held = getattr(getattr(value, "residual_stream", None), "residual", None)
-            if isinstance(held, torch.Tensor) and held.shape == output.shape:
-                return output, held
+        held = _held_residual(inputs, keywords)
+        if held is not None and held.shape == output.shape:
+            return output, held
     return output
+
+
+def _held_residual(inputs: tuple[Any, ...], keywords: dict[str, Any]) -> torch.Tensor | None:
+    for value in (*inputs, *keywords.values()):
+        held = getattr(getattr(value, "residual_stream", None), "residual", None)
+        if isinstance(held, torch.Tensor):
+            return held
+    return None
 
 
 def response_rows(name: str, output: torch.Tensor, prompt_length: int) -> torch.Tensor:
@@ -146,13 +172,14 @@ def response_rows(name: str, output: torch.Tensor, prompt_length: int) -> torch.
 
 
 @contextmanager
-def capturing(model: Any, names: Sequence[str], *, prompt_length: int = 1) -> Iterator[Capture]:
+def capturing(model: Any, names: Sequence[str], *, prompt_length: int = 1, guarded: bool = False) -> Iterator[Capture]:
     """Capture the outputs of named points while the block runs; the hooks are removed in any case.
 
     Args:
         model: Transformers' model or that of an SGLang rank.
         names: Module names; `logits` and the experts of a layer (`….mlp.experts`, for its routing) are understood too.
         prompt_length: Of a model that returns the logits of all tokens, the first row kept is that before the response.
+        guarded: Keep errors in `Capture.error` instead of raising them into the forward, which would end an engine.
 
     Raises:
         ScoreError: The model has no such module.
@@ -163,24 +190,22 @@ def capturing(model: Any, names: Sequence[str], *, prompt_length: int = 1) -> It
     unknown = [name for name in named if name not in modules]
     if unknown:
         raise ScoreError("no such module", expected="names of the live model", found=", ".join(unknown[:3]))
-    kept = Capture()
-
-    def hook(name: str) -> Callable[..., None]:
-        if is_router(name):
-            return lambda _module, inputs, keywords, _: kept.add_routing(name, [*inputs, *keywords.values()])
-        if name == "lm_head":
-            return lambda _module, _inputs, _keywords, output: kept.add(
-                LOGITS, response_rows(LOGITS, residual_stream(output), prompt_length)
-            )
-        return lambda _module, inputs, keywords, output: kept.add(name, stream_of(name, inputs, keywords, output))
-
-    handles = [modules[name].register_forward_hook(hook(name), with_kwargs=True) for name in named]
+    kept = Capture(guarded=guarded)
+    handles = [
+        modules[name].register_forward_hook(kept.hook(_keeper(kept, name, prompt_length)), with_kwargs=True)
+        for name in named
+    ]
+    for name in filter(is_layer, named):
+        reader = modules.get(f"{_following(name)}.self_attn", modules.get("model.norm"))
+        if reader is not None:
+            handles.append(reader.register_forward_pre_hook(kept.hook(_owed_keeper(kept, name)), with_kwargs=True))
     tapped = modules["logits_processor"] if engine is not None and LOGITS in names else None
     if tapped is not None:
+        keep_logits = kept.hook(lambda output: kept.add(LOGITS, output))
 
         def logits(*args: Any, **kwargs: Any) -> Any:
             output = engine(*args, **kwargs)  # type: ignore[misc]
-            kept.add(LOGITS, output)
+            keep_logits(output)
             return output
 
         tapped._get_logits = logits  # noqa: SLF001 - the head is no call of a module there
@@ -193,11 +218,46 @@ def capturing(model: Any, names: Sequence[str], *, prompt_length: int = 1) -> It
             del tapped._get_logits  # noqa: SLF001 - the method of the class shows again
 
 
+def _keeper(kept: Capture, name: str, prompt_length: int) -> Callable[..., None]:
+    def keep(_: Any, inputs: tuple[Any, ...], keywords: dict[str, Any], output: Any) -> None:
+        if is_router(name):
+            kept.add_routing(name, [*inputs, *keywords.values()])
+        elif name == "lm_head":
+            kept.add(LOGITS, response_rows(LOGITS, residual_stream(output), prompt_length))
+        elif is_layer(name) and not isinstance(output, torch.Tensor | tuple | list):
+            kept.owed.add(name)
+        else:
+            kept.add(name, stream_of(name, inputs, keywords, output))
+
+    return keep
+
+
+def _owed_keeper(kept: Capture, name: str) -> Callable[..., None]:
+    """Return a hook of the module after a layer, which is given the completed stream."""
+
+    def keep(_: Any, inputs: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+        if name not in kept.owed:
+            return
+        kept.owed.discard(name)
+        held = _held_residual(inputs, keywords)
+        kept.add(name, inputs if held is None else held)
+
+    return keep
+
+
+def _following(layer: str) -> str:
+    head, _, number = layer.rpartition(".")
+    return f"{head}.{int(number) + 1}"
+
+
 @contextmanager
-def saving_operator_input(model: Any, name: str, path: str | os.PathLike[str]) -> Iterator[None]:
+def saving_operator_input(
+    model: Any, name: str, path: str | os.PathLike[str], *, guarded: bool = False
+) -> Iterator[None]:
     """Save the tensor inputs and the output of one module's first call in the block, for `replay_operator`.
 
-    Positional tensors become `input.0`, …, keyword tensors `input.NAME`, the output `output`.
+    Positional tensors become `input.0`, …, keyword tensors `input.NAME`, the output `output`. A guarded one raises only at
+    the end of the block, never into the forward.
 
     Raises:
         ScoreError: The model has no such module, or it was not called.
@@ -215,13 +275,17 @@ def saving_operator_input(model: Any, name: str, path: str | os.PathLike[str]) -
         tensors["output"] = residual_stream(stream_of(name, inputs, keywords, output))
         saved.update({key: value.detach().cpu().clone() for key, value in tensors.items()})
 
-    handle = modules[name].register_forward_hook(keep, with_kwargs=True)
+    watched = Capture(guarded=guarded)
+    handle = modules[name].register_forward_hook(watched.hook(keep), with_kwargs=True)
     try:
         yield
     finally:
         handle.remove()
     if not saved:
-        raise ScoreError("the operator was not called", where=name, todo="run the forward inside the block")
+        found = watched.error or "no call"
+        raise ScoreError(
+            "the operator was not called", found=found, where=name, todo="run the forward inside the block"
+        )
     save_operator(path, name, saved)
 
 

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 
 from syncguard.errors import UnsupportedError
-from syncguard.replay.inside import is_layer
-from syncguard.replay.intermediates import capturing, load_operator, residual_stream
+from syncguard.replay.inside import join_ranks
+from syncguard.replay.intermediates import capturing, load_operator, residual_stream, save_operator
 from syncguard.replay.trainer import frozen
 
 if TYPE_CHECKING:
@@ -50,12 +50,17 @@ class OwnError:
     worst_token: int
 
 
+def has_reference(name: str) -> bool:
+    """Return whether a point is an operator that can be replayed on a Transformers model."""
+    return name == "model.embed_tokens" or name.endswith((".self_attn", ".mlp", "norm"))
+
+
 def own_error(model: Any, name: str, path: str | os.PathLike[str], record: ReplayRecord) -> OwnError:
     """Run the trainer's operator on the engine's captured input and compare with the engine's output.
 
     Args:
         model: Transformers' model.
-        name: Point whose input was saved: embedding, a layer's `self_attn` or `mlp`, a whole layer, or the final norm.
+        name: Point whose input was saved: embedding, a layer's `self_attn` or `mlp`, or the final norm.
         path: File of the engine's input and output.
         record: Record whose ids were run; its positions are used.
 
@@ -74,13 +79,24 @@ def own_error(model: Any, name: str, path: str | os.PathLike[str], record: Repla
     return OwnError(name, relative, float(per_token.max()), int(per_token.argmax()))
 
 
+def join_operators(paths: Sequence[str | os.PathLike[str]], target: str | os.PathLike[str], name: str) -> None:
+    """Write one file of an operator that several ranks ran: the first one's input, and the sum of outputs that are addends.
+
+    Raises:
+        RecordError: A file is damaged.
+    """
+    saved = [load_operator(path) for path in paths]
+    joined, _ = join_ranks([{f"{name}": one["output"].float().numpy()} for one in saved])
+    save_operator(target, name, {**saved[0], "output": torch.tensor(np.asarray(joined[name], dtype=np.float32))})
+
+
 def _given(name: str, saved: dict[str, torch.Tensor]) -> torch.Tensor:
     """Return the hidden states among an operator's inputs; a fused norm's residual is added, positions are left out."""
     tensors = [value for key, value in sorted(saved.items()) if key.startswith("input.")]
     if name == "model.embed_tokens":
         return tensors[0]
     rows = [value for value in tensors if value.is_floating_point() and value.shape[-1] == saved["output"].shape[-1]]
-    if not rows or (is_layer(name) and len(rows) > 1):
+    if not rows:
         raise UnsupportedError(
             "a reference for this operator", expected="hidden states among its inputs", found=sorted(saved), where=name
         )
@@ -97,7 +113,7 @@ def _reference(model: Any, name: str, given: torch.Tensor, record: ReplayRecord)
     hidden = given.reshape(1, -1, given.shape[-1]).to(parameter)
     if name.endswith((".mlp", "norm")):
         return residual_stream(module(hidden))
-    if name.endswith(".self_attn") or is_layer(name):
+    if name.endswith(".self_attn"):
         positions = torch.tensor(np.asarray(record.positions), device=hidden.device).unsqueeze(0)
         length = hidden.shape[1]
         mask = torch.full((length, length), torch.finfo(hidden.dtype).min, dtype=hidden.dtype, device=hidden.device)
