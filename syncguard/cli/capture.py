@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Final
 
 import typer
 
+from syncguard.cli.engines import ADDRESS_HELP, load_trainer, open_engine
 from syncguard.cli.output import console, print_json, progress_bar
-from syncguard.engines.sglang import SglangEngine
-from syncguard.errors import CheckpointError, UnsupportedError, UsageError
+from syncguard.engines.base import EngineAdapter
+from syncguard.errors import UnsupportedError, UsageError
 from syncguard.replay import ReplayRecord, load_many, save_many
-from syncguard.replay.capture import capture_generation, replay_on_worker, score_with_trainer
+from syncguard.replay.capture import capture_generation, decode_on_worker, replay_on_worker, score_with_trainer
+
+_EXPERT: Final = re.compile(r"\.mlp\.experts\.(\d+)\.")
 
 
 class AtState(str, Enum):
@@ -28,7 +32,7 @@ class AtState(str, Enum):
 def capture(
     output: Annotated[Path, typer.Option("--output", "-o", help="Record file to write.")],
     *,
-    engine: Annotated[str, typer.Option(help="Engine address, such as http://127.0.0.1:30000.")],
+    engine: Annotated[str, typer.Option(help=ADDRESS_HELP)],
     prompt_ids: Annotated[
         list[str] | None, typer.Option(help="Prompt as token ids, such as 5,17,3; repeatable.")
     ] = None,
@@ -45,12 +49,18 @@ def capture(
     seed: Annotated[int, typer.Option(help="Sampling seed of the first response; the next ones follow.")] = 0,
     cold: Annotated[int, typer.Option(min=1, help="Passes after a confirmed flush.")] = 2,
     warm: Annotated[int, typer.Option(min=0, help="Passes with a warm prefix cache.")] = 1,
+    decode: Annotated[
+        int, typer.Option(min=0, help="Passes of teacher-forced decode (D), where the engine can; 0 for none.")
+    ] = 1,
     trainer: Annotated[Path | None, typer.Option(help="Checkpoint folder that scores C; Transformers.")] = None,
     trainer_dtype: Annotated[str, typer.Option(help="Its dtype, such as float32; auto takes the config's.")] = "auto",
+    training_forward: Annotated[
+        bool, typer.Option("--training-forward", help="Score C' too: the forward in training mode with gradients.")
+    ] = False,
     vocab_size: Annotated[int, typer.Option(help="Vocabulary size; 0 asks the engine.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Keep exact ids and A, replay B cold and warm, and score C where a trainer checkpoint is given."""
+    """Keep exact ids and A, replay B cold and warm, decode the saved ids again, and score C where a trainer is given."""
     if (state is AtState.NEW) != (record is not None):
         raise UsageError(
             "scores after an update belong to a response from before it",
@@ -60,11 +70,15 @@ def capture(
     prompts = [] if record else _prompts(prompt_ids or [], prompt or [], tokenizer, chat=chat)
     known = load_many(record) if record else []
     count = len(known) or len(prompts)
-    forward = _forward(trainer, trainer_dtype) if trainer else None
-    worker = SglangEngine(engine)
-    identity, label, vocabulary = _identity(worker, engine)
-    vocabulary = vocab_size or vocabulary
-    steps = (0 if known else 1) + cold + warm + (2 if forward else 0)
+    if training_forward and trainer is None:
+        raise UsageError("a training forward", expected="--trainer with the checkpoint", found="none")
+    model = load_trainer(trainer, trainer_dtype) if trainer else None
+    worker = open_engine(engine)
+    facts = _facts(worker, engine)
+    vocabulary = vocab_size or facts.vocab_size
+    experts = facts.num_experts or int(getattr(getattr(model, "config", None), "num_experts", 0) or 0)
+    meta = {"num_experts": experts} if experts else {}
+    steps = (0 if known else 1) + cold + warm + decode + (2 if model else 0) + training_forward
     names = tuple(f"sample-{index}" for index in range(count))
     done: list[ReplayRecord] = []
     with progress_bar("capturing", as_json=as_json) as progress:
@@ -82,11 +96,12 @@ def capture(
                     prompts[index],
                     max_new_tokens=max_new_tokens,
                     seed=seed + index,
-                    worker=identity,
+                    worker=facts.identity,
                     record_id=names[index],
                     batch=(names[index],),  # each response is scored in a call of its own
                     tokenizer_revision=str(tokenizer or ""),
                     model_revision=str(trainer or ""),
+                    meta=meta,
                 )
                 advance("A")
             one = replay_on_worker(
@@ -96,32 +111,63 @@ def capture(
                 vocab_size=vocabulary,
                 cold=cold,
                 warm=warm,
-                version=label,
+                version=facts.label,
                 on_pass=advance,
             )
-            if forward is not None:
-                one = score_with_trainer(one, forward, state.value, on_pass=advance)
+            if decode:
+                one = decode_on_worker(worker, one, state.value, passes=decode, on_pass=advance)
+            if model is not None:
+                one = _scored(model, one, state, advance, training_forward=training_forward)
             done.append(one)
     worker.close()
-    save_many(output, [replace(one, worker=one.worker or identity) for one in done])
+    save_many(output, [replace(one, worker=one.worker or facts.identity) for one in done])
+    cannot = sorted({str(one.meta["decode"]["cannot"]) for one in done if one.meta.get("decode", {}).get("cannot")})
     if as_json:
-        print_json(
-            {"record": str(output), "responses": len(done), "scores": [[str(k) for k in o.scores] for o in done]}
-        )
+        scores = [[str(k) for k in o.scores] for o in done]
+        print_json({"record": str(output), "responses": len(done), "scores": scores, "no_decode": cannot})
     else:
         tokens = sum(one.response_length for one in done)
         console().print(
             f"{output}  {len(done)} responses, {tokens} tokens, scores {' '.join(map(str, done[0].scores))}"
         )
+        for reason in cannot:
+            console().print(f"no decode scores (D): {reason}", style="dim")
 
 
-def _identity(worker: SglangEngine, address: str) -> tuple[str, str, int]:
-    """Ask who the engine is; an engine without our probe can still be scored."""
+@dataclass(frozen=True, slots=True)
+class _Facts:
+    identity: str
+    label: str = ""
+    vocab_size: int = 0
+    num_experts: int = 0
+
+
+def _facts(worker: EngineAdapter, address: str) -> _Facts:
+    """Ask who the engine is and what it holds; an engine without our probe can still be scored."""
     try:
+        tensors = {shard.tensor.fqn: shard.tensor.shape for layout in worker.layouts() for shard in layout.shards()}
         status = worker.status()
     except UnsupportedError:
-        return address, "", 0
-    return f"{address} {status.engine} {status.model}", status.weight_version_label, status.vocab_size
+        return _Facts(address)
+    vocabulary = next((shape[0] for fqn, shape in tensors.items() if fqn.endswith("embed_tokens.weight")), 0)
+    experts = {int(found[1]) for fqn in tensors if (found := _EXPERT.search(fqn))}
+    identity = f"{address} {status.engine} {status.model}"
+    return _Facts(identity, status.weight_version_label, vocabulary or status.vocab_size, len(experts))
+
+
+def _scored(
+    model: Any, record: ReplayRecord, state: AtState, advance: Callable[[str], None], *, training_forward: bool
+) -> ReplayRecord:
+    from syncguard.replay.trainer import gradient_forward, trainer_forward
+
+    scored = score_with_trainer(record, trainer_forward(model), state.value, on_pass=advance)
+    if not training_forward:
+        return scored
+    model.train()
+    try:
+        return score_with_trainer(scored, gradient_forward(model), state.value, path="G", passes=1, on_pass=advance)
+    finally:
+        model.eval()
 
 
 def _prompts(ids: list[str], texts: list[str], folder: Path | None, *, chat: bool) -> list[list[int]]:
@@ -152,21 +198,3 @@ def _encode(folder: Path, text: str, *, chat: bool) -> list[int]:
         [{"role": "user", "content": text}], add_generation_prompt=True, return_dict=True
     )
     return list(encoded["input_ids"])
-
-
-def _forward(folder: Path, dtype: str) -> Callable[[ReplayRecord], Any]:
-    try:
-        from transformers import AutoModelForCausalLM
-
-        from syncguard.replay.trainer import trainer_forward
-    except ImportError as error:
-        raise UnsupportedError(
-            "scores of a trainer", expected="torch and transformers", found=error, todo="pip install 'syncguard[torch]'"
-        ) from error
-    try:
-        model = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=dtype, trust_remote_code=False, local_files_only=True
-        )
-    except (OSError, ValueError) as error:
-        raise CheckpointError("cannot load the trainer's checkpoint", found=error, where=folder) from error
-    return trainer_forward(model)

@@ -20,6 +20,7 @@ from syncguard.cli.inside import inside
 from syncguard.cli.layout import layout
 from syncguard.cli.output import EXIT_CODES_HELP, print_error
 from syncguard.cli.report import report
+from syncguard.cli.study import study
 from syncguard.errors import BadInputError, SyncguardError
 
 app = typer.Typer(
@@ -30,7 +31,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (agent, gate, export, audit, diff, layout, capture, diagnose, inside, report, demo):
+for command in (agent, gate, export, audit, diff, layout, capture, diagnose, inside, study, report, demo):
     app.command(epilog=EXIT_CODES_HELP)(command)
 
 

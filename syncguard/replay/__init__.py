@@ -18,7 +18,7 @@ from syncguard.replay.judge import judge_replay, most_telling
 from syncguard.replay.policy import Power, ReplayPolicy, ReplayStatus, ReplayVerdict
 from syncguard.replay.record import A, ReplayRecord, ScoreKey, b_key, c_key
 from syncguard.replay.record_file import load_many, save_many
-from syncguard.replay.run import PairSummary, RepeatStudy, study_repeats, summarize_run
+from syncguard.replay.run import PairSummary, RunStudy, StudyGroup, study_run, summarize_run
 from syncguard.replay.scores import (
     RAW,
     DefinitionCheck,
@@ -47,14 +47,15 @@ __all__ = [
     "PairSummary",
     "Power",
     "RepeatNoise",
-    "RepeatStudy",
     "ReplayEvidence",
     "ReplayPolicy",
     "ReplayRecord",
     "ReplayStatus",
     "ReplayVerdict",
+    "RunStudy",
     "ScoreDefinition",
     "ScoreKey",
+    "StudyGroup",
     "WorstToken",
     "b_key",
     "bootstrap_mae",
@@ -76,6 +77,6 @@ __all__ = [
     "restore_order",
     "save_many",
     "scores_from_vocabulary_shards",
-    "study_repeats",
+    "study_run",
     "summarize_run",
 ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from itertools import combinations, product
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
@@ -13,7 +13,7 @@ from syncguard.replay.compare import Difference, Interval, active_difference, bo
 from syncguard.replay.scores import require_same_definition
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     import numpy.typing as npt
 
@@ -70,38 +70,100 @@ def summarize_run(
 
 
 @dataclass(frozen=True, slots=True)
-class RepeatStudy:
-    """Repeat noise of one response scored several times by several workers.
+class StudyGroup:
+    """Repeat noise of one way to reach a score, over all responses of a study.
 
     Attributes:
-        within: Worker → mean over its own pairs of passes of the pair's MAE; only workers with two passes or more.
-        across: Mean over pairs of passes of different workers; None with one worker.
-        pairs: Number of pairs within and across.
+        name: `within WORKER`, `across workers`, `through the router`, or `router against workers`.
+        pairs: Pairs of passes compared per response.
+        interval: MAE over all pairs and responses; the bootstrap resamples whole responses.
+        maximum: Largest absolute difference of a token, in nats.
+        exact: Every pair agrees to the last bit.
     """
 
-    within: Mapping[str, float]
-    across: float | None
-    pairs: tuple[int, int]
+    name: str
+    pairs: int
+    interval: Interval
+    maximum: float
+    exact: bool
 
 
-def study_repeats(passes: Mapping[str, Sequence[npt.ArrayLike]], mask: npt.ArrayLike) -> RepeatStudy:
-    """Compare all pairs of passes of one response, within each worker and across workers.
+@dataclass(frozen=True, slots=True)
+class RunStudy:
+    """Repeat noise of a fleet.
+
+    Attributes:
+        groups: Every group that has a pair, in reading order.
+        responses: Responses scored.
+        within_nats: Largest MAE within one worker.
+        apart: Groups across workers whose interval lies above all noise within workers: some hold another state.
+    """
+
+    groups: tuple[StudyGroup, ...]
+    responses: int
+    within_nats: float
+    apart: tuple[str, ...]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return plain values for JSON."""
+        return asdict(self)
+
+
+ACROSS: Final = "across workers"
+ROUTER: Final = "through the router"
+ROUTER_AGAINST: Final = "router against workers"
+
+
+def study_run(
+    workers: Mapping[str, Sequence[Sequence[npt.ArrayLike]]],
+    masks: Sequence[npt.ArrayLike],
+    *,
+    router: Sequence[Sequence[npt.ArrayLike]] = (),
+    limit_nats: float = 0.01,
+    noise_factor: float = 3.0,
+    seed: int = 0,
+) -> RunStudy:
+    """Compare all pairs of passes: within each worker, across workers, and through a router.
 
     Args:
-        passes: Worker (or `router`) → its passes, each [response].
-        mask: [response], 1 where the token counts.
+        workers: Worker → per response its passes, each [response] scores.
+        masks: Per response [response], 1 where the token counts.
+        router: Per response the passes that a router handed to some worker.
+        limit_nats: Difference between workers that never counts as another state.
+        noise_factor: Factor on the upper end of the noise within workers that does not either.
+        seed: Seed of the bootstraps.
 
     Raises:
         ScoreError: No pair at all, or passes that do not line up.
     """
+    groups: list[StudyGroup] = []
 
-    def mae(a: npt.ArrayLike, b: npt.ArrayLike) -> float:
-        return float(np.abs(active_difference(a, b, mask, label="repeat")[0]).mean())
+    def add(name: str, pairs_of: Callable[[int], Iterable[tuple[npt.ArrayLike, npt.ArrayLike]]]) -> None:
+        errors, count = [], 0
+        for index, mask in enumerate(masks):
+            found = [active_difference(a, b, mask, label=name)[0] for a, b in pairs_of(index)]
+            count = max(count, len(found))
+            if found:
+                errors.append(np.concatenate(found))
+        if errors:
+            top = max(float(np.abs(error).max()) for error in errors)
+            groups.append(StudyGroup(name, count, bootstrap_mae(errors, seed=seed), top, top == 0))
 
-    own = {name: [mae(a, b) for a, b in combinations(each, 2)] for name, each in passes.items()}
-    foreign = [mae(a, b) for one, two in combinations(passes, 2) for a, b in product(passes[one], passes[two])]
-    count = sum(map(len, own.values()))
-    if count + len(foreign) == 0:
-        raise ScoreError("a repeat study needs two passes", expected="2 or more", found=sum(map(len, passes.values())))
-    within = {name: float(np.mean(values)) for name, values in own.items() if values}
-    return RepeatStudy(within, float(np.mean(foreign)) if foreign else None, (count, len(foreign)))
+    for name, passes in workers.items():
+        add(f"within {name}", lambda index, passes=passes: combinations(passes[index], 2))  # type: ignore[misc]
+    inside = list(groups)
+    add(
+        ACROSS,
+        lambda index: (
+            pair for one, two in combinations(workers, 2) for pair in product(workers[one][index], workers[two][index])
+        ),
+    )
+    if router:
+        add(ROUTER, lambda index: combinations(router[index], 2))
+        add(ROUTER_AGAINST, lambda index: (pair for w in workers for pair in product(router[index], workers[w][index])))
+    if not groups:
+        raise ScoreError("a repeat study needs two passes", expected="2 or more", found="no pair")
+    noise = max((group.interval.high for group in inside), default=0.0)
+    allowed = max(limit_nats, noise_factor * noise)
+    apart = tuple(g.name for g in groups if g not in inside and g.interval.low > allowed)
+    return RunStudy(tuple(groups), len(masks), max((g.interval.estimate for g in inside), default=0.0), apart)

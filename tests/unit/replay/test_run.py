@@ -8,7 +8,7 @@ from syncguard.replay import (
     b_key,
     check_definition,
     response_scores_from_logits,
-    study_repeats,
+    study_run,
     summarize_run,
 )
 
@@ -32,23 +32,61 @@ def test_a_response_without_the_scores_is_refused_and_not_left_out():
         summarize_run([response(0.0, 3), bare], A, b_key(0, "old"), "A-B")
 
 
+def moved(*offsets: float) -> list[list[list[float]]]:
+    """One response of two tokens, scored once for each offset."""
+    return [[[-1.0 - offset, -2.0 - offset] for offset in offsets]]
+
+
 def test_five_passes_of_one_worker_make_ten_pairs():
-    study = study_repeats({"w0": [[-1.0 - 0.1 * i] for i in range(5)]}, [1])
-    assert study.pairs == (10, 0)
-    assert study.within["w0"] == pytest.approx(np.mean([0.1 * (j - i) for i in range(5) for j in range(i + 1, 5)]))
-    assert study.across is None
+    study = study_run({"w0": moved(0, 0.1, 0.2, 0.3, 0.4)}, [[1, 1]])
+    (group,) = study.groups
+    assert (group.name, group.pairs, study.responses) == ("within w0", 10, 1)
+    assert group.interval.estimate == pytest.approx(np.mean([0.1 * (j - i) for i in range(5) for j in range(i + 1, 5)]))
+    assert group.maximum == pytest.approx(0.4)
+    assert study.within_nats == group.interval.estimate
 
 
-def test_pairs_of_different_workers_are_counted_apart():
-    study = study_repeats({"w0": [[-1.0]], "w1": [[-1.2]], "w2": [[-1.2], [-1.2]]}, [1])
-    assert study.pairs == (1, 5)
-    assert study.within == {"w2": 0.0}
-    assert study.across == pytest.approx((0.2 + 0.2 + 0.2 + 0 + 0) / 5)
+def test_pairs_within_across_and_through_the_router_are_counted_apart():
+    study = study_run({"w0": moved(0), "w1": moved(0.2), "w2": moved(0.2, 0.2)}, [[1, 1]], router=moved(0.2, 0.2, 0.2))
+    found = {group.name: (group.pairs, round(group.interval.estimate, 9), group.exact) for group in study.groups}
+    assert found == {
+        "within w2": (1, 0.0, True),
+        "across workers": (5, round((0.2 + 0.2 + 0.2) / 5, 9), False),
+        "through the router": (3, 0.0, True),
+        "router against workers": (12, 0.05, False),
+    }
+
+
+def test_masked_tokens_and_the_number_of_tokens_weigh_in_a_study_as_in_a_run():
+    passes = [[[-1.0, -1.0], [-1.0, -9.0]], [[-1.0] * 3, [-1.3] * 3]]
+    (group,) = study_run({"w": passes}, [[1, 0], [1, 1, 1]]).groups
+    assert group.interval.estimate == pytest.approx(0.9 / 4)
+    assert (group.interval.low, group.interval.high) == (0.0, pytest.approx(0.3))
+    assert group.interval.responses == 2
+
+
+def test_a_worker_of_another_state_is_told_from_noise():
+    rng = np.random.default_rng(1)
+    masks = [np.ones(40, np.int64)] * 8
+    truth = [-rng.exponential(1.0, 40) for _ in masks]
+
+    def noisy(shift: float):
+        return [
+            [values + shift * rng.laplace(0, 1, 40) + rng.laplace(0, 0.006, 40) for _ in range(5)] for values in truth
+        ]
+
+    assert study_run({"a": noisy(0), "b": noisy(0)}, masks).apart == ()
+    assert study_run({"a": noisy(0), "b": noisy(0.4)}, masks).apart == ()  # b moves within itself as much
+    state = [rng.laplace(0, 0.4, 40) for _ in masks]
+    stale = [[values + change for values in passes] for passes, change in zip(noisy(0), state, strict=True)]
+    assert study_run({"a": noisy(0), "b": stale}, masks).apart == ("across workers",)
+    found = study_run({"a": noisy(0), "c": noisy(0)}, masks, router=stale)
+    assert found.apart == ("router against workers",)
 
 
 def test_a_single_pass_is_no_study():
     with pytest.raises(ScoreError, match="two passes"):
-        study_repeats({"w0": [[-1.0]]}, [1])
+        study_run({"w0": moved(0)}, [[1, 1]])
 
 
 @pytest.mark.parametrize("temperature", [0.7, 1.4])
