@@ -16,10 +16,25 @@ from syncguard.layout.rules import PADDED_FOR_SPLIT, LayerView, Span, join, rule
 from syncguard.spec import Box
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from syncguard.layout.model import ResidentTensor
     from syncguard.layout.ops import ViewOp
+
+EXPERT_FORMS: dict[str, Callable[[LayerView], None]] = {}
+"""Forms of experts that are packed or moved, by the name that `method_name` gives; each in a module of its own."""
+
+
+def expert_form(*method_names: str) -> Callable[[Callable[[LayerView], None]], Callable[[LayerView], None]]:
+    """Register a form of experts for quantization methods, by their names."""
+
+    def register(function: Callable[[LayerView], None]) -> Callable[[LayerView], None]:
+        for name in method_names:
+            EXPERT_FORMS[name] = function
+        return function
+
+    return register
+
 
 CHANNELWISE = frozenset(
     {
@@ -105,6 +120,11 @@ def _refuse_layouts(view: LayerView) -> None:
 @rule("FusedMoE")
 def fused(view: LayerView) -> None:
     """Per slot w13 is `[gate; up]` rows, w2 the down projection; both split over the moe_tp group (MOE:788-968)."""
+    packed = EXPERT_FORMS.get(method_name(view))
+    if packed is not None:
+        refuse_packed(view)
+        packed(view)
+        return
     _refuse_layouts(view)
     w13, w2 = view.tensor("w13_weight"), view.tensor("w2_weight")
     if w13 is None or w2 is None:

@@ -48,9 +48,9 @@ QUANTIZED: dict[str, tuple[str, ...]] = {
     "ct-fp8-channel": ("llama", "qwen3", "qwen3-moe", "glm4-moe"),
     "ct-int8-channel": ("llama", "qwen3"),
     "w8a8-int8": ("llama", "qwen3", "qwen3-moe", "glm4-moe"),
-    "nvfp4": ("llama", "qwen3"),
+    "nvfp4": ("llama", "qwen3", "qwen3-moe"),
     "nvfp4-padded": ("llama-bias", "qwen3"),
-    "nvfp4-trtllm": ("qwen3",),
+    "nvfp4-trtllm": ("qwen3", "qwen3-moe", "glm4-moe"),
     "nvfp4-marlin": ("llama-bias", "qwen3"),
 }
 

@@ -21,6 +21,17 @@ if TYPE_CHECKING:
 REPACKING = ("marlin_utils_fp4", "marlin_utils_fp8", "gptq_kernels", "compressed_tensors_wNa16", "awq_kernels")
 
 
+@contextmanager
+def _installed(modules: dict[str, Any]) -> Iterator[None]:
+    """Put modules where imports find them; what is imported meanwhile stays imported."""
+    sys.modules.update(modules)
+    try:
+        yield
+    finally:
+        for name in modules:
+            del sys.modules[name]
+
+
 @dataclass(frozen=True)
 class Machine:
     """A machine: its compute capability, what the platform says, and the backends that its server chose."""
@@ -55,8 +66,7 @@ class Machine:
             if self.platform:
                 enter(runtime_context.override_platform(**self.platform))
             if self.capability[0] >= 10:
-                modules = layout_kernels.flashinfer()
-                enter(mock.patch.dict(sys.modules, modules))
+                enter(_installed(layout_kernels.flashinfer()))
                 for name in ("reorder_rows_for_gated_act_gemm", "shuffle_matrix_sf_a"):
                     enter(mock.patch.object(modelopt_quant, name, new=object()))
             for name, module in list(sys.modules.items()):
@@ -69,6 +79,18 @@ class Machine:
 
 
 HOPPER = Machine()
-HOPPER_MARLIN = Machine(platform={"is_sm90": True, "is_blackwell": False}, fp4="marlin")
-BLACKWELL_CUTLASS = Machine((10, 0), {"is_sm100": True, "is_blackwell": True}, "flashinfer_cutlass")
-BLACKWELL_TRTLLM = Machine((10, 0), {"is_sm100": True, "is_blackwell": True}, "flashinfer_trtllm")
+HOPPER_MARLIN = Machine(
+    platform={"is_sm90": True, "is_blackwell": False}, fp4="marlin", server_args={"moe_runner_backend": "marlin"}
+)
+BLACKWELL_CUTLASS = Machine(
+    (10, 0),
+    {"is_sm100": True, "is_blackwell": True},
+    "flashinfer_cutlass",
+    {"moe_runner_backend": "flashinfer_cutlass"},
+)
+BLACKWELL_TRTLLM = Machine(
+    (10, 0),
+    {"is_sm100": True, "is_blackwell": True},
+    "flashinfer_trtllm",
+    {"moe_runner_backend": "flashinfer_trtllm"},
+)

@@ -63,9 +63,17 @@ def recoded(ops: tuple[Any, ...]) -> bool:
 
 
 def element_numbers(tensors: Mapping[str, torch.Tensor]) -> dict[str, np.ndarray]:
-    """Number all elements of a checkpoint."""
+    """Number all elements of a checkpoint.
+
+    The input scales of an expert's gate and up are one number: SGLang writes each of them over both of its places, and
+    whichever comes last stays (MOE:1127-1133), so an export has to have them equal.
+    """
     numbers, start = {}, 0
     for name, tensor in tensors.items():
+        twin = name.replace(".up_proj.", ".gate_proj.")
+        if ".experts." in name and name.endswith(".input_scale") and twin in numbers:
+            numbers[name] = numbers[twin]
+            continue
         numbers[name] = np.arange(start, start + tensor.numel(), dtype=np.int64).reshape(tuple(tensor.shape))
         start += tensor.numel()
     return numbers
