@@ -181,6 +181,7 @@ class _Run:
             self.raced(FindingCode.UPDATE_RUNNING, "an update session is open; end it, then verify again", fence, fence)
             return None
         self.evidence |= {"engine": before.engine, "fence": str(fence), "label": before.weight_version_label}
+        self.evidence["exported_from"] = self.request.manifest.source
         self.timed("observe", 0.1, lambda: self.observe(before))
         if self.observation is not None:
             observation = self.observation

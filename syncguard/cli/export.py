@@ -42,10 +42,30 @@ def export(
     key_seed: Annotated[
         str, typer.Option(metavar="HEX", help="Key seed of the digests; the published default if unset.")
     ] = "",
+    agent: Annotated[
+        str,
+        typer.Option(
+            metavar="HOST:PORT", help="Agent of a worker: cast and quantize as that worker does before digesting."
+        ),
+    ] = "",
+    tls_ca: Annotated[Path | None, typer.Option(help="CA certificate of the agent; without it, loopback only.")] = None,
+    tls_cert: Annotated[Path | None, typer.Option(help="Client certificate; goes with --tls-ca and --tls-key.")] = None,
+    tls_key: Annotated[Path | None, typer.Option(help="Key of the client certificate.")] = None,
+    token_file: Annotated[Path | None, typer.Option(help="File that holds a bearer token.")] = None,
+    timeout_s: Annotated[float, typer.Option(min=0.1, help="Seconds until the agent counts as unreachable.")] = 120.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,  # noqa: FBT002 - a flag
 ) -> None:
     """Digest every tensor of a safetensors folder into a manifest; the file appears whole or not at all."""
     from syncguard.export.checkpoint import export_checkpoint
+
+    forms: dict[str, str] = {}
+    if agent:
+        from syncguard.gate.client import AgentClient
+        from syncguard.rpc.credentials import client_credentials
+
+        credentials = client_credentials(ca=tls_ca, cert=tls_cert, key=tls_key, token_file=token_file)
+        with AgentClient(agent, credentials=credentials, timeout_s=timeout_s) as client:
+            forms = client.forms()
 
     label = weight_version or f"{checkpoint.resolve().name.replace('@', '-') or 'checkpoint'}@0"
     version = WeightVersion.parse(label)
@@ -56,6 +76,7 @@ def export(
             version=version,
             key_seed=seed,
             progress=lambda fraction: bar.update(bar.task_ids[0], completed=fraction),
+            forms=forms,
         )
     save(manifest, output)
     if as_json:
@@ -67,11 +88,12 @@ def export(
                 "tensors": len(manifest.entries),
                 "bytes": manifest.total_bytes,
                 "algorithm": manifest.algorithm,
+                "source": manifest.source,
                 "exit_code": 0,
             }
         )
         return
     console().print(
         f"{output}: {len(manifest.entries)} tensors, {manifest.total_bytes / 1e6:.1f} MB, {manifest.version}, "
-        f"{manifest.algorithm}, id {manifest.manifest_id}"
+        f"{manifest.algorithm}, id {manifest.manifest_id}, from {manifest.source}"
     )

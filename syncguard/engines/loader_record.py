@@ -247,7 +247,7 @@ def _strided(tensor: torch.Tensor) -> Strided:
 
 
 def _dense(tensor: torch.Tensor) -> bool:
-    return tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
+    return bool(tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes())
 
 
 def _moved(piece: Piece, start: list[int]) -> Piece:

@@ -11,9 +11,11 @@ from syncguard.digest import ALGORITHM, DEFAULT_KEY_SEED, engine_for
 from syncguard.errors import CheckpointError, VersionOrderError
 from syncguard.export.config_shapes import check_shapes
 from syncguard.export.entry import digest_jobs, entry_of, refuse_unknown_names, stated_changes
+from syncguard.export.forms import ResidentForms
 from syncguard.export.safetensors_file import MappedFile, StoredTensor, read_header, strict_json
 from syncguard.manifest.codec import seal
 from syncguard.manifest.model import Manifest
+from syncguard.spec import dtype_named
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -36,6 +38,7 @@ def export_checkpoint(
     changed: Collection[str] | None = None,
     previous: Manifest | None = None,
     progress: Callable[[float], None] | None = None,
+    forms: Mapping[str, str] | None = None,
 ) -> Manifest:
     """Digest every tensor of a checkpoint folder.
 
@@ -48,6 +51,8 @@ def export_checkpoint(
         changed: Names that the trainer's optimizer changed; None when it does not say.
         previous: Manifest of the previous version, to order this one and to note what certainly changed.
         progress: Called with the fraction of bytes done, 0 to 1.
+        forms: Logical name → dtype of what the workers hold: tensors are cast and quantized as the engine does, with torch,
+            before they are digested.
 
     Returns:
         The sealed manifest.
@@ -63,17 +68,23 @@ def export_checkpoint(
     parts = boxes or {}
     refuse_unknown_names(parts, tensors, "boxes")
     entries: dict[str, ManifestEntry] = {}
+    formed = ResidentForms(forms or {})
     total = sum(tensor.size_bytes for tensor in tensors.values()) or 1
     done = 0
     for batch in _batches(tensors.values()):
-        for entry in _digest(batch, parts, key_seed):
+        own = [tensor for tensor in batch if formed.concerns(tensor.fqn, tensor.dtype.name)]
+        rest = [tensor for tensor in batch if tensor not in own] if own else batch
+        for entry in (*_digest(rest, parts, key_seed), *_digest_formed(own, formed, key_seed)):
             entries[entry.fqn] = entry
         done += sum(tensor.size_bytes for tensor in batch)
         if progress is not None:
             progress(done / total)
-    told = stated_changes(entries, changed=changed, previous=previous, key_seed=key_seed)
+    told = stated_changes(
+        entries, changed=changed, previous=previous, key_seed=key_seed, exported=tensors, lossy=formed.lossy
+    )
     source = f"safetensors folder {folder.name}"
     source += "" if (folder / CONFIG).exists() else f", without {CONFIG}: shapes not checked"
+    source += f"; {made}" if (made := formed.describe()) else ""
     return seal(
         Manifest(
             version=version,
@@ -201,6 +212,17 @@ def _batches(tensors: Collection[StoredTensor]) -> Iterator[list[StoredTensor]]:
             batch, size = [], 0
     if batch:
         yield batch
+
+
+def _digest_formed(batch: Sequence[StoredTensor], formed: ResidentForms, key_seed: bytes) -> Iterator[ManifestEntry]:
+    """Yield the entries of the forms that workers hold of some tensors."""
+    files = {path: MappedFile(path) for path in {tensor.path for tensor in batch}}
+    for tensor in batch:
+        for made in formed.offer(tensor.fqn, files[tensor.path].raw(tensor), tensor.dtype.name):
+            dtype, shape = dtype_named(made.dtype), tuple(int(n) for n in made.tensor.shape)
+            jobs = digest_jobs(made.name, made.tensor, dtype, shape, ())
+            partials = engine_for("cpu").partials(jobs, key_seed=key_seed)
+            yield entry_of(made.name, dtype, shape, (), partials, key_seed=key_seed)
 
 
 def _digest(

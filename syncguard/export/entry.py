@@ -106,7 +106,13 @@ def refuse_unknown_names(given: Iterable[str], known: Collection[str], what: str
 
 
 def stated_changes(
-    entries: Mapping[str, ManifestEntry], *, changed: Collection[str] | None, previous: Manifest | None, key_seed: bytes
+    entries: Mapping[str, ManifestEntry],
+    *,
+    changed: Collection[str] | None,
+    previous: Manifest | None,
+    key_seed: bytes,
+    exported: Collection[str] = (),
+    lossy: Collection[str] = (),
 ) -> dict[str, Changed]:
     """Return what can be said of each tensor against the previous version.
 
@@ -118,14 +124,17 @@ def stated_changes(
         changed: Names that the optimizer changed, all others unchanged; None when it does not say.
         previous: Manifest of the previous version, None when unknown.
         key_seed: Key seed of `entries`; another one makes `previous` incomparable.
+        exported: Names that were exported, though only a computed form of them has an entry.
+        lossy: Entries whose bytes need not change with their tensor (rounded, quantized): nothing is said of them.
 
     Raises:
         ManifestError: `changed` names a tensor that is not exported.
     """
     if changed is not None:
-        refuse_unknown_names(changed, entries.keys(), "changes")
+        refuse_unknown_names(changed, {*entries, *exported}, "changes")
         told = set(changed)
-        return {fqn: Changed.CHANGED if fqn in told else Changed.UNCHANGED for fqn in entries}
+        said = {fqn: Changed.CHANGED if fqn in told else Changed.UNCHANGED for fqn in entries}
+        return {fqn: Changed.UNKNOWN if fqn in lossy else change for fqn, change in said.items()}
     if previous is None or previous.key_seed != key_seed:
         return dict.fromkeys(entries, Changed.UNKNOWN)
     before = {entry.fqn: entry.digest for entry in previous.entries}

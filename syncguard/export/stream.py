@@ -10,12 +10,13 @@ from syncguard.digest import ALGORITHM, DEFAULT_KEY_SEED, DigestJob, engine_for
 from syncguard.errors import ManifestError, UnsupportedError
 from syncguard.export.checkpoint import check_order
 from syncguard.export.entry import digest_jobs, entry_of, stated_changes
+from syncguard.export.forms import ResidentForms
 from syncguard.manifest.codec import seal
 from syncguard.manifest.model import Manifest
 from syncguard.spec import dtype_named
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Sequence
+    from collections.abc import Collection, Iterable, Mapping, Sequence
 
     from syncguard.digest import PartialDigest
     from syncguard.manifest.model import ExemptPolicy, ManifestEntry
@@ -29,28 +30,42 @@ class ManifestBuilder:
         version: Weight version of the export.
         key_seed: Key seed of the digests.
         previous: Manifest of the previous version, to order this one and to note what certainly changed.
+        forms: Logical name → dtype of what the workers hold (`Gate.forms()`): tensors are cast and quantized as the engine
+            does before they are digested. Sources of a quantized form must not change until all of them were added.
 
     Raises:
         VersionOrderError: `previous` is not older.
     """
 
     def __init__(
-        self, version: WeightVersion, key_seed: bytes = DEFAULT_KEY_SEED, *, previous: Manifest | None = None
+        self,
+        version: WeightVersion,
+        key_seed: bytes = DEFAULT_KEY_SEED,
+        *,
+        previous: Manifest | None = None,
+        forms: Mapping[str, str] | None = None,
     ) -> None:
         """Start with no tensor."""
         check_order(version, previous)
         self.version = version
         self.key_seed = key_seed
         self._previous = previous
+        self._forms = ResidentForms(forms or {})
+        self._added: set[str] = set()
         self._entries: dict[str, ManifestEntry] = {}
 
     def __len__(self) -> int:
-        """Return the number of tensors added."""
+        """Return the number of tensors digested."""
         return len(self._entries)
 
-    def add(self, name: str, tensor: Any, *, dtype: str = "", boxes: Sequence[Box] = ()) -> ManifestEntry:
-        """Digest one whole tensor; see `add_many`, which is faster for many small ones."""
-        return self._add([(name, tensor, dtype, tuple(boxes))])[0]
+    def add(self, name: str, tensor: Any, *, dtype: str = "", boxes: Sequence[Box] = ()) -> ManifestEntry | None:
+        """Digest one whole tensor; see `add_many`, which is faster for many small ones.
+
+        Returns:
+            Its entry, None when workers hold it only in a quantized form.
+        """
+        made = self._add([(name, tensor, dtype, tuple(boxes))])
+        return next((entry for entry in made if entry.fqn == name), None)
 
     def add_many(self, named: Iterable[tuple[str, Any]]) -> None:
         """Digest whole tensors in one batch.
@@ -80,7 +95,15 @@ class ManifestBuilder:
         """
         if not self._entries:
             raise ManifestError("manifest of no tensor", expected="1 or more tensors", todo="add what is pushed")
-        told = stated_changes(self._entries, changed=changed, previous=self._previous, key_seed=self.key_seed)
+        told = stated_changes(
+            self._entries,
+            exported=self._added,
+            lossy=self._forms.lossy,
+            changed=changed,
+            previous=self._previous,
+            key_seed=self.key_seed,
+        )
+        formed = self._forms.describe()
         return seal(
             Manifest(
                 version=self.version,
@@ -90,16 +113,16 @@ class ManifestBuilder:
                     structs.replace(entry, changed=told[fqn]) for fqn, entry in sorted(self._entries.items())
                 ),
                 exempt=tuple(exempt),
-                source=source or "named tensors",
+                source=(source or "named tensors") + (f"; {formed}" if formed else ""),
             )
         )
 
     def _add(self, items: Sequence[tuple[str, Any, str, tuple[Box, ...]]]) -> list[ManifestEntry]:
         # All is checked and digested before anything is kept: a refused batch leaves the builder as it was.
         names: set[str] = set()
-        groups: list[tuple[str, DType, tuple[int, ...], tuple[Box, ...], list[DigestJob]]] = []
+        given: list[tuple[str, Any, str, tuple[Box, ...]]] = []
         for name, tensor, dtype_name, boxes in items:
-            if not name or name in self._entries or name in names:
+            if not name or name in self._added or name in names:
                 raise ManifestError(
                     "a name twice" if name else "tensor without a name",
                     expected="each checkpoint name once",
@@ -109,15 +132,26 @@ class ManifestBuilder:
             names.add(name)
             _refuse_distributed(name, tensor)
             dtype = dtype_named(dtype_name or str(tensor.dtype))
+            given += [
+                (formed.name, formed.tensor, formed.dtype, boxes if formed.name == name else ())
+                for formed in self._forms.offer(name, tensor, dtype.name)
+            ]
+        made = self._digested(given)
+        self._added |= names
+        self._entries.update((entry.fqn, entry) for entry in made)
+        return made
+
+    def _digested(self, items: Sequence[tuple[str, Any, str, tuple[Box, ...]]]) -> list[ManifestEntry]:
+        groups: list[tuple[str, DType, tuple[int, ...], tuple[Box, ...], list[DigestJob]]] = []
+        for name, tensor, dtype_name, boxes in items:
+            dtype = dtype_named(dtype_name)
             shape = tuple(int(n) for n in tensor.shape)
             groups.append((name, dtype, shape, boxes, digest_jobs(name, tensor, dtype, shape, boxes)))
         partials = iter(_digest([job for group in groups for job in group[4]], self.key_seed))
-        made = [
+        return [
             entry_of(name, dtype, shape, boxes, [next(partials) for _ in own], key_seed=self.key_seed)
             for name, dtype, shape, boxes, own in groups
         ]
-        self._entries.update((entry.fqn, entry) for entry in made)
-        return made
 
 
 def _digest(jobs: Sequence[DigestJob], key_seed: bytes) -> list[PartialDigest]:

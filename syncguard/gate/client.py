@@ -245,6 +245,10 @@ class AgentClient:
                 found.setdefault(binding.tensor.fqn, set()).add(box)
         return {fqn: tuple(sorted(boxes)) for fqn, boxes in found.items()}
 
+    def forms(self) -> dict[str, str]:
+        """Return the dtype of every logical tensor that the worker's ranks hold, by its name, for `ManifestBuilder`."""
+        return {binding.tensor.fqn: binding.tensor.dtype for layout in self.layouts() for binding in layout.bindings}
+
     def observe(self, key_seed: bytes) -> tuple[RankObservation, ...]:
         """Digest every rank once under a key seed."""
         request = pb.ObserveRequest(key_seed=key_seed)

@@ -304,6 +304,18 @@ class Gate:
                 merged.setdefault(fqn, set()).update(boxes)
         return {fqn: tuple(sorted(boxes)) for fqn, boxes in merged.items()}
 
+    def forms(self) -> dict[str, str]:
+        """Return the dtype of every logical tensor that the workers hold, by its name, for `ManifestBuilder(forms=...)`.
+
+        An exporter casts and quantizes by it what the engines hold in another form than it exports. Workers that hold one
+        tensor in two dtypes cannot both be right: the first one's is taken, and the others' verdicts say so.
+        """
+        merged: dict[str, str] = {}
+        for found in self._pool.map(lambda client: client.forms(), self._clients.values()):
+            for fqn, dtype in found.items():
+                merged.setdefault(fqn, dtype)
+        return merged
+
     def workers(self) -> tuple[WorkerState, ...]:
         """Return what is known of each worker."""
         with self._lock:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from syncguard.layout.forms import block_of, in_blocks, method_name, refuse_packed
 from syncguard.layout.linear import exported_size
 from syncguard.layout.ops import Narrow, Select, Transpose, Unflatten
+from syncguard.layout.quantized_on_load import bind_expert_values
 from syncguard.layout.rules import PADDED_FOR_SPLIT, LayerView, Span, join, rule
 from syncguard.spec import Box
 
@@ -144,6 +145,11 @@ def fused(view: LayerView) -> None:
     if view.family.experts.interleaved:
         _fused_interleaved(view, inner, hidden)
         return
+    (_fused_under_one_scale if under_one_scale(view) else _fused_apart)(view, inner)
+
+
+def _fused_apart(view: LayerView, inner: Span) -> None:
+    """Claim gate, up and down of each slot, and their scales, as the checkpoint has them."""
     blocks, scale = scale_form(view)
     parts = _parts(view, inner, "weight", (1, 1))
     if scale:
@@ -165,6 +171,33 @@ def up_first(view: LayerView) -> bool:
 def swiglu_interleaved(view: LayerView) -> bool:
     """Return whether rows of gate and up alternate (`SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED`, UQ:922-971)."""
     return bool(getattr(view.attr("quant_method"), "w13_swiglu_interleaved", False))
+
+
+def under_one_scale(view: LayerView) -> bool:
+    """Return whether w13 and w2 of an expert have one fp8 scale each (FP8:2624-2735)."""
+    method = view.attr("quant_method")
+    blocks = getattr(method, "block_quant", False) or getattr(method, "use_mxfp8", False)
+    return method_name(view) == "Fp8MoEMethod" and not blocks
+
+
+def _fused_under_one_scale(view: LayerView, inner: Span) -> None:
+    """Claim gate and up under the larger of their scales, or what the rank quantized from its own part."""
+    names = view.family.experts
+    if not getattr(view.attr("moe_runner_config"), "is_gated", True) or swiglu_interleaved(view):
+        msg = "fp8 experts under one scale, without a gate or with alternating rows"
+        raise ValueError(msg)
+    claims = []
+    for slot in slots(view):
+        for each in _parts(view, inner, "weight", (1, 1)):
+            ops: tuple[ViewOp, ...] = (Select(0, slot.index), *each.ops)
+            if not each.leaf:
+                view.pad(each.resident, ops, PADDED_FOR_SPLIT)
+                continue
+            module = each.leaf.rpartition(".")[0]
+            mates = (names.gate, names.up) if module != names.down else (names.down,)
+            together = [f"{slot.name}.{mate}" for mate in mates]
+            claims.append((slot.index, each.resident, f"{slot.name}.{module}", together, each.box, each.shape, ops))
+    bind_expert_values(view, claims)
 
 
 def scale_form(view: LayerView) -> tuple[tuple[int, int], str]:

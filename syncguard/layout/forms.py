@@ -1,7 +1,8 @@
 """Quantization forms of linear layers: how values, scales and metadata lie in memory, by the live quantization method.
 
 A form turns runs of rows (`Piece`) into claims on each tensor of the layer. Every claim here is bitwise. Where the engine
-requantizes what it was sent, or repacks it without a published inverse, the layer is refused and says so.
+requantizes what it was sent, the claim is on the result of the same quantization (`quantized_on_load`); where it repacks
+it without a published inverse, the layer is refused and says so.
 Sources: `sglang/srt/layers/quantization/{unquant,fp8,w8a8_int8}.py`, `compressed_tensors/schemes/` and `awq/` of 0.5.23.
 """
 
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from syncguard.layout.derived import REPEATS_ROW
 from syncguard.layout.ops import Narrow, Select, Transpose
+from syncguard.layout.quantized_on_load import bind_largest, bind_quantized_online, bind_requantized
 from syncguard.layout.rules import PADDED_FOR_SPLIT, LayerView, Span
 from syncguard.spec import Box
 
@@ -221,7 +223,10 @@ def plain(view: LayerView, pieces: LinearPieces) -> None:
 
 @form("Fp8LinearMethod")
 def fp8(view: LayerView, pieces: LinearPieces) -> None:
-    """Block scales beside unchanged values, or one scale a shard repeated over its rows (FP8:743-935, 1142-1256)."""
+    """Block scales beside unchanged values, or one scale a shard repeated over its rows (FP8:743-935, 1142-1256).
+
+    Other devices bring all shards under their largest scale, or quantize what came unquantized: `quantized_on_load`.
+    """
     refuse_packed(view)
     method = view.attr("quant_method")
     if getattr(method, "use_mxfp8", False) or getattr(method, "convert_mxfp8_to_block", False):
@@ -234,13 +239,17 @@ def fp8(view: LayerView, pieces: LinearPieces) -> None:
         _fp8_block(view, pieces, "weight_scale_inv", block_of(method))
         return
     if not getattr(method, "is_checkpoint_fp8_serialized", True):
-        msg = "quantized on line from a merged shard: export the result of the same quantization instead"
-        raise ValueError(msg)
+        bind_quantized_online(view, pieces)
+        bind_bias(view, pieces)
+        return
     scale = view.tensor("weight_scale")
     if scale is None or scale.shape != (pieces.rows_held, 1):
-        msg = "requantized to the largest scale of its shards: values are not the exported ones"
-        raise ValueError(msg)
+        bind_requantized(view, pieces)
+        bind_bias(view, pieces)
+        return
     bind_values(view, pieces)
+    if view.tensor("input_scale") is not None:
+        bind_largest(view, "input_scale", [f"{piece.name}.input_scale" for piece in pieces.pieces])
     for piece in pieces.pieces:
         view.bind(scale, f"{piece.name}.weight_scale", (), Box((), ()), (Select(0, piece.at), Select(0, 0)))
         if piece.rows.length > 1:
@@ -295,6 +304,14 @@ def channelwise(view: LayerView, pieces: LinearPieces) -> None:
             raise ValueError(msg)
     bind_values(view, pieces)
     bind_row_scales(view, pieces, "weight_scale")
+    bind_bias(view, pieces)
+
+
+@form("CompressedTensorsLinearMethod/CompressedTensorsW8A8Fp8/tensor")
+def ct_tensor(view: LayerView, pieces: LinearPieces) -> None:
+    """All shards under their largest scale (`compressed_tensors_w8a8_fp8.py`:120)."""
+    refuse_packed(view)
+    bind_requantized(view, pieces)
     bind_bias(view, pieces)
 
 

@@ -54,8 +54,12 @@ class CanonicalForm(str, Enum):
 
     BITWISE = "bitwise"
     """The exported bytes themselves, through views only."""
-    DEQUANTIZED = "dequantized"
-    """The value after the published dequantization: weaker, since other (value, scale) pairs may give it too."""
+    QUANTIZED = "quantized"
+    """The exported values after the published quantization that the tensor's name spells out (`layout.published`).
+
+    Of lossy forms this is all that memory can show. A digest of dequantized values would be a weaker claim, since other
+    (value, scale) pairs give the same; it is not offered.
+    """
 
 
 class BindingSource(str, Enum):

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from syncguard.layout.model import (
     Binding,
+    CanonicalForm,
     Derived,
     Exempt,
     LogicalTensor,
@@ -22,6 +23,7 @@ from syncguard.layout.model import (
     Unbound,
 )
 from syncguard.layout.ops import Narrow, shape_after
+from syncguard.layout.published import recipe_of
 from syncguard.spec import Box
 
 if TYPE_CHECKING:
@@ -195,7 +197,8 @@ class LayerView:
         if not box.count:
             return
         tensor = LogicalTensor(logical, dtype or resident.dtype, tuple(shape))
-        self.out.bindings.append(Binding(Shard(tensor, box), resident.name, tuple(ops), alias=self.alias))
+        form = CanonicalForm.QUANTIZED if recipe_of(logical) is not None else CanonicalForm.BITWISE
+        self.out.bindings.append(Binding(Shard(tensor, box), resident.name, tuple(ops), form, alias=self.alias))
 
     def bind_spans(
         self, resident: ResidentTensor, logical: str, spans: Sequence[Span], at: Sequence[int] | None = None

@@ -57,7 +57,7 @@ class LayoutFacts:
         derived: Those that derived-state claims name.
         unbound: Those without a rule.
         padding_elements: Elements of padding claims.
-        dequantized: Bindings that compare dequantized values.
+        quantized: Bindings that compare the result of a published quantization.
         recorded: Bindings that were recorded from the engine's loader.
     """
 
@@ -68,7 +68,7 @@ class LayoutFacts:
     derived: int
     unbound: int
     padding_elements: int
-    dequantized: int
+    quantized: int
     recorded: int
 
 
@@ -125,7 +125,7 @@ def _facts(layout: RankLayout) -> LayoutFacts:
         padding_elements=sum(
             prod(shape_after(own[p.resident].shape, p.ops)) for p in layout.paddings if p.resident in own
         ),
-        dequantized=sum(binding.form is CanonicalForm.DEQUANTIZED for binding in layout.bindings),
+        quantized=sum(binding.form is CanonicalForm.QUANTIZED for binding in layout.bindings),
         recorded=sum(binding.source is BindingSource.RECORDED for binding in layout.bindings),
     )
 

@@ -214,6 +214,6 @@ def _evidence(manifest: Manifest, observation: WorkerObservation, claims: Worker
         "ranks": ", ".join(str(rank.rank) for rank in observation.ranks),
         "epoch": ", ".join(sorted({str(rank.epoch) for rank in observation.ranks})),
         "observe_s": f"{max((rank.duration_s for rank in observation.ranks), default=0.0):.4f}",
-        "dequantized_bindings": str(sum(facts.dequantized for facts in claims.facts)),
+        "quantized_bindings": str(sum(facts.quantized for facts in claims.facts)),
         "recorded_bindings": str(sum(facts.recorded for facts in claims.facts)),
     }

@@ -65,6 +65,7 @@ def test_the_recorder_sees_what_the_rules_say_for_every_element_of_every_family(
 
 @pytest.mark.parametrize("cell", RECORDED_CELLS, ids=str)
 def test_a_recorded_map_is_where_the_loader_put_every_element(cell, exported, record_property):
+    record_property("row", f"{cell.checkpoint.family}|float32|{cell.split}|recorded")
     folder, tensors = exported(cell)
     for place in cell.split.ranks:
         seen = record(tensors, lambda place=place: cell.rank(folder, *place), lambda rank: cell.walk(rank, tensors))
@@ -76,7 +77,8 @@ def test_a_recorded_map_is_where_the_loader_put_every_element(cell, exported, re
 
 
 @pytest.mark.parametrize("cell", RECORDED_CELLS, ids=str)
-def test_one_flipped_bit_under_a_recorded_map_is_caught_and_named(cell, exported):
+def test_one_flipped_bit_under_a_recorded_map_is_caught_and_named(cell, exported, record_property):
+    record_property("row", f"{cell.checkpoint.family}|float32|{cell.split}|recorded")
     folder, tensors = exported(cell)
     ranks = [cell.rank(folder, *place) for place in cell.split.ranks]
     for rank in ranks:

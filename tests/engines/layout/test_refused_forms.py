@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from torch import nn
@@ -53,27 +51,23 @@ PACKED = {"qweight": torch.zeros(32, 256, dtype=torch.int32), "scales": torch.ze
 NVFP4 = {"weight": torch.zeros(256, 128, dtype=torch.uint8), "weight_scale": VALUES[:, :16], "weight_scale_2": SCALE}
 
 REFUSED = {
-    "fp8 per tensor, requantized to one scale": (
+    "fp8 requantized, shards unknown": (
         RowParallelLinear(fp8(), {"weight": VALUES.t(), "weight_scale": SCALE}),
-        "requantized",
+        "shards of [] rows",
     ),
-    "fp8 quantized on line": (
-        RowParallelLinear(fp8(is_checkpoint_fp8_serialized=False), {"weight": VALUES.t(), "weight_scale": SCALE}),
-        "quantized on line",
+    "fp8 quantized on line from an unknown dtype": (
+        RowParallelLinear(
+            fp8(is_checkpoint_fp8_serialized=False),
+            {"weight": VALUES.t(), "weight_scale": SCALE},
+            logical_widths=[256],
+        ),
+        "quantized on line from",
     ),
     "fp8 Marlin": (RowParallelLinear(fp8(use_marlin=True), {"weight": VALUES, "weight_scale": SCALE}), "Marlin"),
     "mxfp8": (RowParallelLinear(fp8(block_quant=True, use_mxfp8=True), {"weight": VALUES}), "mxfp8"),
     "AWQ": (RowParallelLinear(method("AWQLinearMethod"), PACKED), "AWQLinearMethod"),
     "GPTQ Marlin": (RowParallelLinear(method("GPTQMarlinLinearMethod"), PACKED), "GPTQMarlinLinearMethod"),
     "NVFP4": (RowParallelLinear(method("ModelOptFp4LinearMethod"), NVFP4), "ModelOptFp4LinearMethod"),
-    "compressed-tensors fp8 per tensor": (
-        RowParallelLinear(
-            method("CompressedTensorsLinearMethod"),
-            {"weight": VALUES.t(), "weight_scale": SCALE},
-            scheme=method("CompressedTensorsW8A8Fp8", strategy=SimpleNamespace(value="tensor")),
-        ),
-        "CompressedTensorsW8A8Fp8/tensor",
-    ),
     "AMX packing": (
         RowParallelLinear(
             method("UnquantizedLinearMethod"), {"weight": torch.zeros(256, 256)}, use_intel_amx_backend=True
@@ -81,7 +75,10 @@ REFUSED = {
         "AMX",
     ),
     "MXFP4 experts": (FusedMoE(method("Mxfp4MoEMethod")), "Mxfp4MoEMethod"),
-    "fp8 per-tensor experts": (FusedMoE(method("Fp8MoEMethod", block_quant=False)), "Fp8MoEMethod"),
+    "fp8 per-tensor experts, scales of another form": (
+        FusedMoE(method("Fp8MoEMethod", block_quant=False)),
+        "not one scale an expert",
+    ),
     "NVFP4 experts": (FusedMoE(method("ModelOptNvFp4FusedMoEMethod")), "ModelOptNvFp4FusedMoEMethod"),
     "experts turned for triton kernels": (
         FusedMoE(method("UnquantizedFusedMoEMethod"), use_triton_kernels=True),
