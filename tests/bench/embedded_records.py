@@ -18,7 +18,7 @@ import torch
 
 from syncguard.engines.faults import Fault, FaultKind, FaultPlan
 from syncguard.engines.local import LocalEngine, LocalWorker
-from syncguard.replay import A, Kind, ReplayRecord, b_key, c_key, response_scores_from_logits
+from syncguard.replay import A, Kind, ReplayRecord, ScoreKey, b_key, c_key, response_scores_from_logits
 from syncguard.replay.trainer import frozen
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "engines"))
@@ -41,6 +41,8 @@ class Base:
     warm_old: np.ndarray
     b_new: dict[str, np.ndarray]
     warm: dict[str, np.ndarray]
+    d_old: np.ndarray
+    d_new: dict[str, np.ndarray]
     logits_old: np.ndarray
     logits_new: np.ndarray
 
@@ -53,6 +55,11 @@ def scored(engine: LocalEngine, ids: np.ndarray, *, flush: bool = False) -> np.n
     if flush:
         engine.flush()
     return np.array(engine.score(ids.tolist(), prompt_length=PROMPT_LENGTH).logprobs_nats)
+
+
+def decoded(engine: LocalEngine, ids: np.ndarray) -> np.ndarray:
+    engine.flush()
+    return np.array(engine.score_by_decode(ids.tolist(), prompt_length=PROMPT_LENGTH).scoring.logprobs_nats)
 
 
 def generated(engine: LocalEngine, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
@@ -106,7 +113,12 @@ def bases(dtype: str, count: int, *, per_update: int = 10, seed: int = 0) -> Ite
             for ids, _ in responses:
                 scored(engines["cache"], ids)
             old = [
-                (scored(engines["good"], ids, flush=True), scored(engines["good"], ids), logits_of(model, ids))
+                (
+                    scored(engines["good"], ids, flush=True),
+                    scored(engines["good"], ids),
+                    decoded(engines["good"], ids),
+                    logits_of(model, ids),
+                )
                 for ids, _ in responses
             ]
             train_step(model, np.stack([ids for ids, _ in responses]), float(rng.uniform(5e-4, 3e-3)))
@@ -116,9 +128,10 @@ def bases(dtype: str, count: int, *, per_update: int = 10, seed: int = 0) -> Ite
                     plans[name].arm(Fault(kind))
                 workers[name].push(tensors.items(), label="run@1")
             warmed = [{name: scored(engines[name], ids) for name in ("good", "cache")} for ids, _ in responses]
-            for (ids, a), (b_old, warm_old, logits_old), warm in zip(responses, old, warmed, strict=True):
+            for (ids, a), (b_old, warm_old, d_old, logits_old), warm in zip(responses, old, warmed, strict=True):
                 b_new = {name: scored(engine, ids, flush=True) for name, engine in engines.items()}
-                yield Base(ids, a, b_old, warm_old, b_new, warm, logits_old, logits_of(model, ids))
+                d_new = {name: decoded(engines[name], ids) for name in ("good", "stale")}
+                yield Base(ids, a, b_old, warm_old, b_new, warm, d_old, d_new, logits_old, logits_of(model, ids))
                 made += 1
                 if made == count:
                     return
@@ -132,6 +145,7 @@ def record_of(base: Base, _: np.random.Generator, **parts: np.ndarray | float) -
     scores = {A: parts.get("a", base.a), c_key(0, "old"): c_old, c_key(1, "old"): c_old}
     scores |= {b_key(0, "old"): parts.get("b0", base.b_old), b_key(1, "old"): parts.get("b1", base.b_old)}
     scores[b_key(0, "old", "warm")] = base.warm_old
+    scores |= {ScoreKey("D", state): parts[f"d_{state}"] for state in ("old", "new") if f"d_{state}" in parts}
     if "b_new" in parts:
         c_new = parts.get("c_new", base.c("new"))
         scores |= {b_key(i, "new"): parts["b_new"] for i in (0, 1)} | {c_key(i, "new"): c_new for i in (0, 1)}
@@ -186,6 +200,15 @@ def retokenized(base: Base, rng: np.random.Generator) -> np.ndarray:
     return np.concatenate([base.a[:start], base.c("new")[start - 1 : -1]])
 
 
+def jumbled(values: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    return values + rng.laplace(0, rng.uniform(0.15, 0.6), values.size)
+
+
+def decode_apart(base: Base, rng: np.random.Generator) -> ReplayRecord:
+    a = jumbled(base.a, rng)
+    return record_of(base, rng, a=a, d_old=a)
+
+
 MAKERS: dict[str, tuple[Callable[[Base, np.random.Generator], ReplayRecord], set[Kind]]] = {
     "clean": (record_of, {Kind.AGREEMENT}),
     "clean update": (lambda b, r: record_of(b, r, b_new=b.b_new["good"], warm=b.warm["good"]), {Kind.AGREEMENT}),
@@ -214,6 +237,19 @@ MAKERS: dict[str, tuple[Callable[[Base, np.random.Generator], ReplayRecord], set
         {Kind.ROUTING},
     ),
     "one outlier": (lambda b, r: record_of(b, r, c_old=single(b.c(), r)), {Kind.OUTLIER}),
+    "decode apart from prefill": (decode_apart, {Kind.DECODE_PATH}),
+    "A altered after the engine": (
+        lambda b, r: record_of(b, r, a=jumbled(b.a, r), d_old=b.d_old),
+        {Kind.EXTRACTION},
+    ),
+    "decode keeps the old weights": (
+        lambda b, r: record_of(b, r, b_new=b.b_new["good"], warm=b.warm["good"], d_old=b.d_old, d_new=b.d_new["stale"]),
+        {Kind.DECODE_PATH},
+    ),
+    "clean update, decoded": (
+        lambda b, r: record_of(b, r, b_new=b.b_new["good"], warm=b.warm["good"], d_old=b.d_old, d_new=b.d_new["good"]),
+        {Kind.AGREEMENT},
+    ),
     "trainer scored another version": (
         lambda b, r: record_of(b, r, b_new=b.b_new["good"], c_new=b.c("old")),
         {Kind.TRAINER_STATE},
