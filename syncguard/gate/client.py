@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import grpc
 
 from syncguard.errors import IncompleteError, SpecVersionError
+from syncguard.gate.request import EncodedVerify
 from syncguard.manifest.verdict import Readiness, Verdict
 from syncguard.manifest.wire import chunks_to_proto, header_to_proto, observation_from_proto, version_to_proto
 from syncguard.manifest.wire_verdict import readiness_from_proto, verdict_from_proto
@@ -15,7 +16,7 @@ from syncguard.rpc.credentials import ChannelCredentials
 from syncguard.rpc.failures import from_rpc_error
 from syncguard.rpc.limits import CHANNEL_OPTIONS
 from syncguard.rpc.records import RecordCollector, record_chunks
-from syncguard.rpc.replay_report import policy_to_proto, report_from_proto
+from syncguard.rpc.replay_report import report_from_proto
 from syncguard.spec import SPEC_VERSION, Box, WeightVersion
 from syncguard.v1 import agent_service_pb2 as pb
 from syncguard.v1 import agent_service_pb2_grpc as rpc
@@ -101,42 +102,6 @@ class WorkerVerdict:
         return self.records[0] if self.records else None
 
 
-@dataclass(frozen=True, slots=True)
-class EncodedVerify:
-    """A verification request, encoded once for a whole fleet.
-
-    Attributes:
-        parts: Serialized `VerifyRequest` messages, in order.
-    """
-
-    parts: tuple[bytes, ...]
-
-    @classmethod
-    def of(
-        cls,
-        manifest: Manifest,
-        records: Sequence[ReplayRecord] = (),
-        policy: ReplayPolicy | None = None,
-        replay_waived_because: str = "",
-    ) -> EncodedVerify:
-        """Encode a manifest, records and the limits of the replay.
-
-        Raises:
-            RecordError: The records are too large to send.
-        """
-        limits = pb.VerifyRequest.Policy(replay_waived_because=replay_waived_because)
-        if policy is not None:
-            limits = policy_to_proto(policy, waived_because=replay_waived_because)
-        return cls(
-            (
-                pb.VerifyRequest(header=header_to_proto(manifest)).SerializeToString(),
-                *(pb.VerifyRequest(entries=chunk).SerializeToString() for chunk in chunks_to_proto(manifest)),
-                *(pb.VerifyRequest(record=chunk).SerializeToString() for chunk in record_chunks(records)),
-                pb.VerifyRequest(policy=limits).SerializeToString(),
-            )
-        )
-
-
 class AgentClient:
     """A connection to one agent; calls may be made from several threads.
 
@@ -165,10 +130,11 @@ class AgentClient:
         self._verify_timeout_s = verify_timeout_s
         self._channel = self._credentials.channel(address, CHANNEL_OPTIONS)
         self._stub: Any = rpc.AgentServiceStub(self._channel)
-        # Takes messages that are serialized already: a manifest is encoded once, not once a worker.
-        self._verify: Any = self._channel.stream_stream(
-            f"/{_SERVICE}/Verify", response_deserializer=pb.VerifyResponse.FromString
-        )
+        # Take messages that are serialized already: a manifest is encoded once, not once a worker. A request of one
+        # message is the same on the wire, and needs no thread to feed it.
+        method, read = f"/{_SERVICE}/Verify", pb.VerifyResponse.FromString
+        self._verify_stream: Any = self._channel.stream_stream(method, response_deserializer=read)
+        self._verify_whole: Any = self._channel.unary_stream(method, response_deserializer=read)
 
     def __enter__(self) -> AgentClient:  # noqa: PYI034 - no subclasses are meant
         """Return the client."""
@@ -307,7 +273,12 @@ class AgentClient:
         outcomes: list[Any] = []
 
         def read() -> None:
-            for answer in self._verify(iter(message.parts), **self._options(self._verify_timeout_s)):
+            options = self._options(self._verify_timeout_s)
+            if len(message.parts) == 1:
+                answers = self._verify_whole(message.parts[0], **options)
+            else:
+                answers = self._verify_stream(iter(message.parts), **options)
+            for answer in answers:
                 kind = answer.WhichOneof("event")
                 if kind == "progress" and progress is not None:
                     progress(answer.progress.step, answer.progress.fraction)

@@ -19,8 +19,9 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from syncguard.errors import SyncguardError, UnreachableError, UsageError, VersionOrderError
-from syncguard.gate.client import AgentClient, EncodedVerify, WorkerVerdict
+from syncguard.gate.client import AgentClient, WorkerVerdict
 from syncguard.gate.readiness import Action, Decision, FleetState, GatePolicy, WorkerState, decide
+from syncguard.gate.request import EncodedVerify
 from syncguard.manifest.verdict import (
     Finding,
     FindingCode,

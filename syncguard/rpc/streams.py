@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -41,25 +41,40 @@ def read_parts(requests: Iterable[Any]) -> StreamParts:
         RecordError: More record bytes than a request may hold.
     """
     parts = StreamParts()
-    for request in requests:
-        kind = request.WhichOneof("part")
+    for kind, part in _flat(requests):
         if kind == "header":
             if parts.header is not None:
                 raise BadInputError("two headers in one stream", expected=1, found=2)
-            parts.header = request.header
+            parts.header = part
         elif parts.header is None:
             raise BadInputError("stream out of order", expected="the header first", found=kind or "an empty part")
         elif kind == "entries":
-            parts.entries += len(request.entries.fqn)
+            parts.entries += len(part.fqn)
             if parts.entries > MANIFEST_ENTRIES_LIMIT:
                 raise ManifestError(
                     "entries of a manifest", expected=f"at most {MANIFEST_ENTRIES_LIMIT}", found=parts.entries
                 )
-            parts.chunks.append(request.entries)
+            parts.chunks.append(part)
         elif kind == "record":
-            parts.records.add(request.record)
+            parts.records.add(part)
         elif kind == "policy":
-            parts.policy = request.policy
+            parts.policy = part
         elif kind == "selection":
-            parts.workers = tuple(request.selection.workers)
+            parts.workers = tuple(part.workers)
     return parts
+
+
+def _flat(requests: Iterable[Any]) -> Iterator[tuple[str, Any]]:
+    """Yield each part with its kind; a whole request is its parts in order."""
+    for request in requests:
+        kind = request.WhichOneof("part")
+        if kind != "whole":
+            yield kind or "", getattr(request, kind) if kind else None
+            continue
+        whole = request.whole
+        if whole.HasField("header"):
+            yield "header", whole.header
+        yield from (("entries", chunk) for chunk in whole.entries)
+        yield from (("record", chunk) for chunk in whole.records)
+        if whole.HasField("policy"):
+            yield "policy", whole.policy

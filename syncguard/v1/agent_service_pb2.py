@@ -28,7 +28,7 @@ from syncguard.v1 import tensor_pb2 as syncguard_dot_v1_dot_tensor__pb2
 from syncguard.v1 import verdict_pb2 as syncguard_dot_v1_dot_verdict__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n syncguard/v1/agent_service.proto\x12\x0csyncguard.v1\x1a\x1bsyncguard/v1/manifest.proto\x1a\x19syncguard/v1/replay.proto\x1a\x19syncguard/v1/tensor.proto\x1a\x1asyncguard/v1/verdict.proto\">\n\x10GetStatusRequest\x12*\n\x06\x64\x65tail\x18\x01 \x01(\x0e\x32\x1a.syncguard.v1.StatusDetail\"\xb6\x03\n\x11GetStatusResponse\x12\x0e\n\x06worker\x18\x01 \x01(\t\x12\x0e\n\x06\x65ngine\x18\x02 \x01(\t\x12\r\n\x05model\x18\x03 \x01(\t\x12\x1c\n\x14weight_version_label\x18\x04 \x01(\t\x12\x16\n\x0e\x65xpected_ranks\x18\x05 \x01(\r\x12\r\n\x05state\x18\x06 \x01(\t\x12*\n\treadiness\x18\x07 \x01(\x0b\x32\x17.syncguard.v1.Readiness\x12\r\n\x05\x65poch\x18\x08 \x01(\x04\x12\x13\n\x0bincarnation\x18\t \x01(\t\x12\x14\n\x0cspec_version\x18\n \x01(\r\x12\x15\n\ragent_version\x18\x0b \x01(\t\x12+\n\x0clast_verdict\x18\x0c \x01(\x0b\x32\x15.syncguard.v1.Verdict\x12/\n\x0blast_replay\x18\r \x01(\x0b\x32\x1a.syncguard.v1.ReplayReport\x12\x17\n\x0fpoll_interval_s\x18\x0e \x01(\x01\x12\x0f\n\x07lease_s\x18\x0f \x01(\x01\x12\x12\n\nvocab_size\x18\x10 \x01(\r\x12\x14\n\x0c\x65ngine_age_s\x18\x11 \x01(\x01\"\x17\n\x15\x44\x65scribeLayoutRequest\"B\n\x16\x44\x65scribeLayoutResponse\x12(\n\x06layout\x18\x01 \x01(\x0b\x32\x18.syncguard.v1.RankLayout\"\"\n\x0eObserveRequest\x12\x10\n\x08key_seed\x18\x01 \x01(\x0c\"E\n\x0fObserveResponse\x12\x32\n\x0bobservation\x18\x01 \x01(\x0b\x32\x1d.syncguard.v1.RankObservation\"\xef\x01\n\x15\x41nnounceUpdateRequest\x12<\n\x06header\x18\x01 \x01(\x0b\x32*.syncguard.v1.AnnounceUpdateRequest.HeaderH\x00\x12+\n\x06record\x18\x02 \x01(\x0b\x32\x19.syncguard.v1.RecordChunkH\x00\x1a\x63\n\x06Header\x12)\n\x04next\x18\x01 \x01(\x0b\x32\x1b.syncguard.v1.WeightVersion\x12\x14\n\x0cspec_version\x18\x02 \x01(\r\x12\x18\n\x10rollback_because\x18\x03 \x01(\tB\x06\n\x04part\"h\n\x16\x41nnounceUpdateResponse\x12*\n\treadiness\x18\x01 \x01(\x0b\x32\x17.syncguard.v1.Readiness\x12\x12\n\nold_scores\x18\x02 \x01(\t\x12\x0e\n\x06worker\x18\x03 \x01(\t\"\xbe\x03\n\rVerifyRequest\x12.\n\x06header\x18\x01 \x01(\x0b\x32\x1c.syncguard.v1.ManifestHeaderH\x00\x12.\n\x07\x65ntries\x18\x02 \x01(\x0b\x32\x1b.syncguard.v1.ManifestChunkH\x00\x12+\n\x06record\x18\x03 \x01(\x0b\x32\x19.syncguard.v1.RecordChunkH\x00\x12\x34\n\x06policy\x18\x04 \x01(\x0b\x32\".syncguard.v1.VerifyRequest.PolicyH\x00\x1a\xe1\x01\n\x06Policy\x12\x16\n\x0emae_limit_nats\x18\x01 \x01(\x01\x12\x14\n\x0cnoise_factor\x18\x02 \x01(\x01\x12\x1d\n\x15replay_waived_because\x18\x03 \x01(\t\x12>\n\x06limits\x18\x04 \x03(\x0b\x32..syncguard.v1.VerifyRequest.Policy.LimitsEntry\x12\x1b\n\x13warm_waived_because\x18\x05 \x01(\t\x1a-\n\x0bLimitsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\x06\n\x04part\"*\n\x08Progress\x12\x0c\n\x04step\x18\x01 \x01(\t\x12\x10\n\x08\x66raction\x18\x02 \x01(\x01\"\xbb\x03\n\x0eVerifyResponse\x12*\n\x08progress\x18\x01 \x01(\x0b\x32\x16.syncguard.v1.ProgressH\x00\x12+\n\x06record\x18\x02 \x01(\x0b\x32\x19.syncguard.v1.RecordChunkH\x00\x12\x37\n\x07outcome\x18\x03 \x01(\x0b\x32$.syncguard.v1.VerifyResponse.OutcomeH\x00\x1a\x8d\x02\n\x07Outcome\x12\x0e\n\x06worker\x18\x01 \x01(\t\x12&\n\x07verdict\x18\x02 \x01(\x0b\x32\x15.syncguard.v1.Verdict\x12*\n\x06replay\x18\x03 \x01(\x0b\x32\x1a.syncguard.v1.ReplayReport\x12*\n\treadiness\x18\x04 \x01(\x0b\x32\x17.syncguard.v1.Readiness\x12\x42\n\x07seconds\x18\x05 \x03(\x0b\x32\x31.syncguard.v1.VerifyResponse.Outcome.SecondsEntry\x1a.\n\x0cSecondsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\x07\n\x05\x65vent\"v\n\x0c\x41uditRequest\x12.\n\x06header\x18\x01 \x01(\x0b\x32\x1c.syncguard.v1.ManifestHeaderH\x00\x12.\n\x07\x65ntries\x18\x02 \x01(\x0b\x32\x1b.syncguard.v1.ManifestChunkH\x00\x42\x06\n\x04part\"n\n\rAuditResponse\x12*\n\x08progress\x18\x01 \x01(\x0b\x32\x16.syncguard.v1.ProgressH\x00\x12(\n\x07verdict\x18\x02 \x01(\x0b\x32\x15.syncguard.v1.VerdictH\x00\x42\x07\n\x05\x65vent\"J\n\x0e\x43\x61ptureRequest\x12\x12\n\nprompt_ids\x18\x01 \x03(\r\x12\x16\n\x0emax_new_tokens\x18\x02 \x01(\r\x12\x0c\n\x04seed\x18\x03 \x01(\x04\"<\n\x0f\x43\x61ptureResponse\x12)\n\x06record\x18\x01 \x01(\x0b\x32\x19.syncguard.v1.RecordChunk\"\x17\n\x15WatchReadinessRequest\"T\n\x16WatchReadinessResponse\x12\x0e\n\x06worker\x18\x01 \x01(\t\x12*\n\treadiness\x18\x02 \x01(\x0b\x32\x17.syncguard.v1.Readiness*F\n\x0cStatusDetail\x12\x1d\n\x19STATUS_DETAIL_UNSPECIFIED\x10\x00\x12\x17\n\x13STATUS_DETAIL_BRIEF\x10\x01\x32\x9c\x05\n\x0c\x41gentService\x12L\n\tGetStatus\x12\x1e.syncguard.v1.GetStatusRequest\x1a\x1f.syncguard.v1.GetStatusResponse\x12]\n\x0e\x44\x65scribeLayout\x12#.syncguard.v1.DescribeLayoutRequest\x1a$.syncguard.v1.DescribeLayoutResponse0\x01\x12H\n\x07Observe\x12\x1c.syncguard.v1.ObserveRequest\x1a\x1d.syncguard.v1.ObserveResponse0\x01\x12]\n\x0e\x41nnounceUpdate\x12#.syncguard.v1.AnnounceUpdateRequest\x1a$.syncguard.v1.AnnounceUpdateResponse(\x01\x12G\n\x06Verify\x12\x1b.syncguard.v1.VerifyRequest\x1a\x1c.syncguard.v1.VerifyResponse(\x01\x30\x01\x12\x44\n\x05\x41udit\x12\x1a.syncguard.v1.AuditRequest\x1a\x1b.syncguard.v1.AuditResponse(\x01\x30\x01\x12H\n\x07\x43\x61pture\x12\x1c.syncguard.v1.CaptureRequest\x1a\x1d.syncguard.v1.CaptureResponse0\x01\x12]\n\x0eWatchReadiness\x12#.syncguard.v1.WatchReadinessRequest\x1a$.syncguard.v1.WatchReadinessResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n syncguard/v1/agent_service.proto\x12\x0csyncguard.v1\x1a\x1bsyncguard/v1/manifest.proto\x1a\x19syncguard/v1/replay.proto\x1a\x19syncguard/v1/tensor.proto\x1a\x1asyncguard/v1/verdict.proto\">\n\x10GetStatusRequest\x12*\n\x06\x64\x65tail\x18\x01 \x01(\x0e\x32\x1a.syncguard.v1.StatusDetail\"\xb6\x03\n\x11GetStatusResponse\x12\x0e\n\x06worker\x18\x01 \x01(\t\x12\x0e\n\x06\x65ngine\x18\x02 \x01(\t\x12\r\n\x05model\x18\x03 \x01(\t\x12\x1c\n\x14weight_version_label\x18\x04 \x01(\t\x12\x16\n\x0e\x65xpected_ranks\x18\x05 \x01(\r\x12\r\n\x05state\x18\x06 \x01(\t\x12*\n\treadiness\x18\x07 \x01(\x0b\x32\x17.syncguard.v1.Readiness\x12\r\n\x05\x65poch\x18\x08 \x01(\x04\x12\x13\n\x0bincarnation\x18\t \x01(\t\x12\x14\n\x0cspec_version\x18\n \x01(\r\x12\x15\n\ragent_version\x18\x0b \x01(\t\x12+\n\x0clast_verdict\x18\x0c \x01(\x0b\x32\x15.syncguard.v1.Verdict\x12/\n\x0blast_replay\x18\r \x01(\x0b\x32\x1a.syncguard.v1.ReplayReport\x12\x17\n\x0fpoll_interval_s\x18\x0e \x01(\x01\x12\x0f\n\x07lease_s\x18\x0f \x01(\x01\x12\x12\n\nvocab_size\x18\x10 \x01(\r\x12\x14\n\x0c\x65ngine_age_s\x18\x11 \x01(\x01\"\x17\n\x15\x44\x65scribeLayoutRequest\"B\n\x16\x44\x65scribeLayoutResponse\x12(\n\x06layout\x18\x01 \x01(\x0b\x32\x18.syncguard.v1.RankLayout\"\"\n\x0eObserveRequest\x12\x10\n\x08key_seed\x18\x01 \x01(\x0c\"E\n\x0fObserveResponse\x12\x32\n\x0bobservation\x18\x01 \x01(\x0b\x32\x1d.syncguard.v1.RankObservation\"\xef\x01\n\x15\x41nnounceUpdateRequest\x12<\n\x06header\x18\x01 \x01(\x0b\x32*.syncguard.v1.AnnounceUpdateRequest.HeaderH\x00\x12+\n\x06record\x18\x02 \x01(\x0b\x32\x19.syncguard.v1.RecordChunkH\x00\x1a\x63\n\x06Header\x12)\n\x04next\x18\x01 \x01(\x0b\x32\x1b.syncguard.v1.WeightVersion\x12\x14\n\x0cspec_version\x18\x02 \x01(\r\x12\x18\n\x10rollback_because\x18\x03 \x01(\tB\x06\n\x04part\"h\n\x16\x41nnounceUpdateResponse\x12*\n\treadiness\x18\x01 \x01(\x0b\x32\x17.syncguard.v1.Readiness\x12\x12\n\nold_scores\x18\x02 \x01(\t\x12\x0e\n\x06worker\x18\x03 \x01(\t\"\xb8\x05\n\rVerifyRequest\x12.\n\x06header\x18\x01 \x01(\x0b\x32\x1c.syncguard.v1.ManifestHeaderH\x00\x12.\n\x07\x65ntries\x18\x02 \x01(\x0b\x32\x1b.syncguard.v1.ManifestChunkH\x00\x12+\n\x06record\x18\x03 \x01(\x0b\x32\x19.syncguard.v1.RecordChunkH\x00\x12\x34\n\x06policy\x18\x04 \x01(\x0b\x32\".syncguard.v1.VerifyRequest.PolicyH\x00\x12\x32\n\x05whole\x18\x05 \x01(\x0b\x32!.syncguard.v1.VerifyRequest.WholeH\x00\x1a\xe1\x01\n\x06Policy\x12\x16\n\x0emae_limit_nats\x18\x01 \x01(\x01\x12\x14\n\x0cnoise_factor\x18\x02 \x01(\x01\x12\x1d\n\x15replay_waived_because\x18\x03 \x01(\t\x12>\n\x06limits\x18\x04 \x03(\x0b\x32..syncguard.v1.VerifyRequest.Policy.LimitsEntry\x12\x1b\n\x13warm_waived_because\x18\x05 \x01(\t\x1a-\n\x0bLimitsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x1a\xc3\x01\n\x05Whole\x12,\n\x06header\x18\x01 \x01(\x0b\x32\x1c.syncguard.v1.ManifestHeader\x12,\n\x07\x65ntries\x18\x02 \x03(\x0b\x32\x1b.syncguard.v1.ManifestChunk\x12*\n\x07records\x18\x03 \x03(\x0b\x32\x19.syncguard.v1.RecordChunk\x12\x32\n\x06policy\x18\x04 \x01(\x0b\x32\".syncguard.v1.VerifyRequest.PolicyB\x06\n\x04part\"*\n\x08Progress\x12\x0c\n\x04step\x18\x01 \x01(\t\x12\x10\n\x08\x66raction\x18\x02 \x01(\x01\"\xbb\x03\n\x0eVerifyResponse\x12*\n\x08progress\x18\x01 \x01(\x0b\x32\x16.syncguard.v1.ProgressH\x00\x12+\n\x06record\x18\x02 \x01(\x0b\x32\x19.syncguard.v1.RecordChunkH\x00\x12\x37\n\x07outcome\x18\x03 \x01(\x0b\x32$.syncguard.v1.VerifyResponse.OutcomeH\x00\x1a\x8d\x02\n\x07Outcome\x12\x0e\n\x06worker\x18\x01 \x01(\t\x12&\n\x07verdict\x18\x02 \x01(\x0b\x32\x15.syncguard.v1.Verdict\x12*\n\x06replay\x18\x03 \x01(\x0b\x32\x1a.syncguard.v1.ReplayReport\x12*\n\treadiness\x18\x04 \x01(\x0b\x32\x17.syncguard.v1.Readiness\x12\x42\n\x07seconds\x18\x05 \x03(\x0b\x32\x31.syncguard.v1.VerifyResponse.Outcome.SecondsEntry\x1a.\n\x0cSecondsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\x07\n\x05\x65vent\"v\n\x0c\x41uditRequest\x12.\n\x06header\x18\x01 \x01(\x0b\x32\x1c.syncguard.v1.ManifestHeaderH\x00\x12.\n\x07\x65ntries\x18\x02 \x01(\x0b\x32\x1b.syncguard.v1.ManifestChunkH\x00\x42\x06\n\x04part\"n\n\rAuditResponse\x12*\n\x08progress\x18\x01 \x01(\x0b\x32\x16.syncguard.v1.ProgressH\x00\x12(\n\x07verdict\x18\x02 \x01(\x0b\x32\x15.syncguard.v1.VerdictH\x00\x42\x07\n\x05\x65vent\"J\n\x0e\x43\x61ptureRequest\x12\x12\n\nprompt_ids\x18\x01 \x03(\r\x12\x16\n\x0emax_new_tokens\x18\x02 \x01(\r\x12\x0c\n\x04seed\x18\x03 \x01(\x04\"<\n\x0f\x43\x61ptureResponse\x12)\n\x06record\x18\x01 \x01(\x0b\x32\x19.syncguard.v1.RecordChunk\"\x17\n\x15WatchReadinessRequest\"T\n\x16WatchReadinessResponse\x12\x0e\n\x06worker\x18\x01 \x01(\t\x12*\n\treadiness\x18\x02 \x01(\x0b\x32\x17.syncguard.v1.Readiness*F\n\x0cStatusDetail\x12\x1d\n\x19STATUS_DETAIL_UNSPECIFIED\x10\x00\x12\x17\n\x13STATUS_DETAIL_BRIEF\x10\x01\x32\x9c\x05\n\x0c\x41gentService\x12L\n\tGetStatus\x12\x1e.syncguard.v1.GetStatusRequest\x1a\x1f.syncguard.v1.GetStatusResponse\x12]\n\x0e\x44\x65scribeLayout\x12#.syncguard.v1.DescribeLayoutRequest\x1a$.syncguard.v1.DescribeLayoutResponse0\x01\x12H\n\x07Observe\x12\x1c.syncguard.v1.ObserveRequest\x1a\x1d.syncguard.v1.ObserveResponse0\x01\x12]\n\x0e\x41nnounceUpdate\x12#.syncguard.v1.AnnounceUpdateRequest\x1a$.syncguard.v1.AnnounceUpdateResponse(\x01\x12G\n\x06Verify\x12\x1b.syncguard.v1.VerifyRequest\x1a\x1c.syncguard.v1.VerifyResponse(\x01\x30\x01\x12\x44\n\x05\x41udit\x12\x1a.syncguard.v1.AuditRequest\x1a\x1b.syncguard.v1.AuditResponse(\x01\x30\x01\x12H\n\x07\x43\x61pture\x12\x1c.syncguard.v1.CaptureRequest\x1a\x1d.syncguard.v1.CaptureResponse0\x01\x12]\n\x0eWatchReadiness\x12#.syncguard.v1.WatchReadinessRequest\x1a$.syncguard.v1.WatchReadinessResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -39,8 +39,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_VERIFYREQUEST_POLICY_LIMITSENTRY']._serialized_options = b'8\001'
   _globals['_VERIFYRESPONSE_OUTCOME_SECONDSENTRY']._loaded_options = None
   _globals['_VERIFYRESPONSE_OUTCOME_SECONDSENTRY']._serialized_options = b'8\001'
-  _globals['_STATUSDETAIL']._serialized_start=2634
-  _globals['_STATUSDETAIL']._serialized_end=2704
+  _globals['_STATUSDETAIL']._serialized_start=2884
+  _globals['_STATUSDETAIL']._serialized_end=2954
   _globals['_GETSTATUSREQUEST']._serialized_start=161
   _globals['_GETSTATUSREQUEST']._serialized_end=223
   _globals['_GETSTATUSRESPONSE']._serialized_start=226
@@ -60,31 +60,33 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_ANNOUNCEUPDATERESPONSE']._serialized_start=1108
   _globals['_ANNOUNCEUPDATERESPONSE']._serialized_end=1212
   _globals['_VERIFYREQUEST']._serialized_start=1215
-  _globals['_VERIFYREQUEST']._serialized_end=1661
-  _globals['_VERIFYREQUEST_POLICY']._serialized_start=1428
-  _globals['_VERIFYREQUEST_POLICY']._serialized_end=1653
-  _globals['_VERIFYREQUEST_POLICY_LIMITSENTRY']._serialized_start=1608
-  _globals['_VERIFYREQUEST_POLICY_LIMITSENTRY']._serialized_end=1653
-  _globals['_PROGRESS']._serialized_start=1663
-  _globals['_PROGRESS']._serialized_end=1705
-  _globals['_VERIFYRESPONSE']._serialized_start=1708
-  _globals['_VERIFYRESPONSE']._serialized_end=2151
-  _globals['_VERIFYRESPONSE_OUTCOME']._serialized_start=1873
-  _globals['_VERIFYRESPONSE_OUTCOME']._serialized_end=2142
-  _globals['_VERIFYRESPONSE_OUTCOME_SECONDSENTRY']._serialized_start=2096
-  _globals['_VERIFYRESPONSE_OUTCOME_SECONDSENTRY']._serialized_end=2142
-  _globals['_AUDITREQUEST']._serialized_start=2153
-  _globals['_AUDITREQUEST']._serialized_end=2271
-  _globals['_AUDITRESPONSE']._serialized_start=2273
-  _globals['_AUDITRESPONSE']._serialized_end=2383
-  _globals['_CAPTUREREQUEST']._serialized_start=2385
-  _globals['_CAPTUREREQUEST']._serialized_end=2459
-  _globals['_CAPTURERESPONSE']._serialized_start=2461
-  _globals['_CAPTURERESPONSE']._serialized_end=2521
-  _globals['_WATCHREADINESSREQUEST']._serialized_start=2523
-  _globals['_WATCHREADINESSREQUEST']._serialized_end=2546
-  _globals['_WATCHREADINESSRESPONSE']._serialized_start=2548
-  _globals['_WATCHREADINESSRESPONSE']._serialized_end=2632
-  _globals['_AGENTSERVICE']._serialized_start=2707
-  _globals['_AGENTSERVICE']._serialized_end=3375
+  _globals['_VERIFYREQUEST']._serialized_end=1911
+  _globals['_VERIFYREQUEST_POLICY']._serialized_start=1480
+  _globals['_VERIFYREQUEST_POLICY']._serialized_end=1705
+  _globals['_VERIFYREQUEST_POLICY_LIMITSENTRY']._serialized_start=1660
+  _globals['_VERIFYREQUEST_POLICY_LIMITSENTRY']._serialized_end=1705
+  _globals['_VERIFYREQUEST_WHOLE']._serialized_start=1708
+  _globals['_VERIFYREQUEST_WHOLE']._serialized_end=1903
+  _globals['_PROGRESS']._serialized_start=1913
+  _globals['_PROGRESS']._serialized_end=1955
+  _globals['_VERIFYRESPONSE']._serialized_start=1958
+  _globals['_VERIFYRESPONSE']._serialized_end=2401
+  _globals['_VERIFYRESPONSE_OUTCOME']._serialized_start=2123
+  _globals['_VERIFYRESPONSE_OUTCOME']._serialized_end=2392
+  _globals['_VERIFYRESPONSE_OUTCOME_SECONDSENTRY']._serialized_start=2346
+  _globals['_VERIFYRESPONSE_OUTCOME_SECONDSENTRY']._serialized_end=2392
+  _globals['_AUDITREQUEST']._serialized_start=2403
+  _globals['_AUDITREQUEST']._serialized_end=2521
+  _globals['_AUDITRESPONSE']._serialized_start=2523
+  _globals['_AUDITRESPONSE']._serialized_end=2633
+  _globals['_CAPTUREREQUEST']._serialized_start=2635
+  _globals['_CAPTUREREQUEST']._serialized_end=2709
+  _globals['_CAPTURERESPONSE']._serialized_start=2711
+  _globals['_CAPTURERESPONSE']._serialized_end=2771
+  _globals['_WATCHREADINESSREQUEST']._serialized_start=2773
+  _globals['_WATCHREADINESSREQUEST']._serialized_end=2796
+  _globals['_WATCHREADINESSRESPONSE']._serialized_start=2798
+  _globals['_WATCHREADINESSRESPONSE']._serialized_end=2882
+  _globals['_AGENTSERVICE']._serialized_start=2957
+  _globals['_AGENTSERVICE']._serialized_end=3625
 # @@protoc_insertion_point(module_scope)

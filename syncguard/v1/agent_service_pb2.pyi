@@ -111,7 +111,7 @@ class AnnounceUpdateResponse(_message.Message):
     def __init__(self, readiness: _Optional[_Union[_verdict_pb2.Readiness, _Mapping]] = ..., old_scores: _Optional[str] = ..., worker: _Optional[str] = ...) -> None: ...
 
 class VerifyRequest(_message.Message):
-    __slots__ = ("header", "entries", "record", "policy")
+    __slots__ = ("header", "entries", "record", "policy", "whole")
     class Policy(_message.Message):
         __slots__ = ("mae_limit_nats", "noise_factor", "replay_waived_because", "limits", "warm_waived_because")
         class LimitsEntry(_message.Message):
@@ -132,15 +132,28 @@ class VerifyRequest(_message.Message):
         limits: _containers.ScalarMap[str, float]
         warm_waived_because: str
         def __init__(self, mae_limit_nats: _Optional[float] = ..., noise_factor: _Optional[float] = ..., replay_waived_because: _Optional[str] = ..., limits: _Optional[_Mapping[str, float]] = ..., warm_waived_because: _Optional[str] = ...) -> None: ...
+    class Whole(_message.Message):
+        __slots__ = ("header", "entries", "records", "policy")
+        HEADER_FIELD_NUMBER: _ClassVar[int]
+        ENTRIES_FIELD_NUMBER: _ClassVar[int]
+        RECORDS_FIELD_NUMBER: _ClassVar[int]
+        POLICY_FIELD_NUMBER: _ClassVar[int]
+        header: _manifest_pb2.ManifestHeader
+        entries: _containers.RepeatedCompositeFieldContainer[_manifest_pb2.ManifestChunk]
+        records: _containers.RepeatedCompositeFieldContainer[_replay_pb2.RecordChunk]
+        policy: VerifyRequest.Policy
+        def __init__(self, header: _Optional[_Union[_manifest_pb2.ManifestHeader, _Mapping]] = ..., entries: _Optional[_Iterable[_Union[_manifest_pb2.ManifestChunk, _Mapping]]] = ..., records: _Optional[_Iterable[_Union[_replay_pb2.RecordChunk, _Mapping]]] = ..., policy: _Optional[_Union[VerifyRequest.Policy, _Mapping]] = ...) -> None: ...
     HEADER_FIELD_NUMBER: _ClassVar[int]
     ENTRIES_FIELD_NUMBER: _ClassVar[int]
     RECORD_FIELD_NUMBER: _ClassVar[int]
     POLICY_FIELD_NUMBER: _ClassVar[int]
+    WHOLE_FIELD_NUMBER: _ClassVar[int]
     header: _manifest_pb2.ManifestHeader
     entries: _manifest_pb2.ManifestChunk
     record: _replay_pb2.RecordChunk
     policy: VerifyRequest.Policy
-    def __init__(self, header: _Optional[_Union[_manifest_pb2.ManifestHeader, _Mapping]] = ..., entries: _Optional[_Union[_manifest_pb2.ManifestChunk, _Mapping]] = ..., record: _Optional[_Union[_replay_pb2.RecordChunk, _Mapping]] = ..., policy: _Optional[_Union[VerifyRequest.Policy, _Mapping]] = ...) -> None: ...
+    whole: VerifyRequest.Whole
+    def __init__(self, header: _Optional[_Union[_manifest_pb2.ManifestHeader, _Mapping]] = ..., entries: _Optional[_Union[_manifest_pb2.ManifestChunk, _Mapping]] = ..., record: _Optional[_Union[_replay_pb2.RecordChunk, _Mapping]] = ..., policy: _Optional[_Union[VerifyRequest.Policy, _Mapping]] = ..., whole: _Optional[_Union[VerifyRequest.Whole, _Mapping]] = ...) -> None: ...
 
 class Progress(_message.Message):
     __slots__ = ("step", "fraction")

@@ -56,9 +56,9 @@ def agents(count: int, pipe: Connection) -> None:
         async def Verify(self, requests, _context):  # noqa: N802
             announced = entries = 0
             async for request in requests:
-                if request.HasField("header"):
-                    announced = request.header.entry_count
-                entries += len(request.entries.fqn)
+                whole = request.whole
+                announced = announced or request.header.entry_count or whole.header.entry_count
+                entries += sum(len(chunk.fqn) for chunk in (request.entries, *whole.entries))
             status = VerdictStatus.MATCH if entries == announced else VerdictStatus.INCOMPLETE
             self.readiness = Readiness(ReadinessState.READY, "verified", "said", "run@1", time.time())
             yield pb.VerifyResponse(

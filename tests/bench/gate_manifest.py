@@ -1,5 +1,7 @@
 """A manifest of 100,000 tensors: encoded, sent over gRPC, checked and compared; and what an idle agent costs.
 
+The first comparison also proves what follows from the layout alone, which is kept for the updates after it.
+
 python tests/bench/gate_manifest.py --tensors 100000 --idle-s 20
 """
 
@@ -11,17 +13,20 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from statistics import median
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "agent"))
 
+from rich.console import Console
+from rich.table import Table
 from simulated_engine import SimulatedEngine, manifest_of, weights_of
 
 from syncguard.agent.host import Agent
 from syncguard.agent.service import AgentServer, ListenOptions
 from syncguard.agent.settings import AgentConfig
 from syncguard.agent.verify import Verifier
-from syncguard.gate.client import AgentClient, EncodedVerify
-from syncguard.manifest.compare import compare
+from syncguard.gate.client import AgentClient
+from syncguard.gate.request import EncodedVerify
 from syncguard.manifest.verdict import VerdictStatus
 
 
@@ -32,37 +37,44 @@ def peak_mb() -> float:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tensors", type=int, default=100_000)
+    parser.add_argument("--updates", type=int, default=5)
     parser.add_argument("--idle-s", type=float, default=20.0)
     options = parser.parse_args()
     idle(options.idle_s)
-    weights = weights_of(0, tensors=options.tensors, rows=1, columns=2)
-    engine = SimulatedEngine(weights, label="run@0")
-    manifest = manifest_of(weights, "run@0")
-    observation = Verifier(engine, "w").observe(engine.status(), manifest.key_seed)
-    # The simulated worker's own digests and layout are not what is measured.
-    layouts, ranks = observation.layouts, observation.ranks
-    engine.layouts = lambda: layouts
-    engine.observe = lambda _seed: [replace(r, epoch=engine.epoch) for r in ranks]
-    before_mb = peak_mb()
+    versions = [weights_of(step, tensors=options.tensors, rows=1, columns=2) for step in range(1 + options.updates)]
+    engine = SimulatedEngine(versions[0], label="run@0")
     agent = Agent(engine, worker="w")
     server = AgentServer(agent, ListenOptions("127.0.0.1:0"))
     server.start()
+    layouts = engine.layouts()
+    before_mb = peak_mb()
+    table = Table("manifest", "encode s", "check + compare s", "of which compare s", "in all s")
+    totals = []
     with AgentClient(server.address) as client:
-        began_s = time.perf_counter()
-        message = EncodedVerify.of(manifest, replay_waived_because="benchmark")
-        encoded_s = time.perf_counter()
-        found = client.send(message)
-        done_s = time.perf_counter()
-    assert found.verdict.status is VerdictStatus.MATCH, found.verdict.reason
+        for step, weights in enumerate(versions):
+            if step:
+                engine.push(weights, f"run@{step}")
+            manifest = manifest_of(weights, f"run@{step}")
+            ranks = Verifier(engine, "w").observe(engine.status(), manifest.key_seed).ranks
+            # The simulated worker's own digests and layout are not what is measured.
+            engine.layouts = lambda: layouts
+            engine.observe = lambda _seed, ranks=ranks: [replace(r, epoch=engine.epoch) for r in ranks]
+            began_s = time.perf_counter()
+            message = EncodedVerify.of(manifest, replay_waived_because="benchmark")
+            encoded_s = time.perf_counter()
+            found = client.send(message)
+            done_s = time.perf_counter()
+            assert found.verdict.status is VerdictStatus.MATCH, found.verdict.reason
+            del engine.observe
+            totals.append(done_s - began_s)
+            seconds = (encoded_s - began_s, done_s - encoded_s, found.seconds["compare"], totals[-1])
+            table.add_row("first" if not step else f"update {step}", *(f"{value:.2f}" for value in seconds))
+            if not step:
+                size_mb = sum(map(len, message.parts)) / 1e6
     server.stop(0)
-    compare_began_s = time.perf_counter()
-    compare(manifest, observation)
-    compared_s = time.perf_counter() - compare_began_s
-    size_mb = sum(map(len, message.parts)) / 1e6
-    print(f"{options.tensors} tensors, {size_mb:.1f} MB on the wire")
-    print(f"encode {encoded_s - began_s:.2f} s, send + check + compare + answer {done_s - encoded_s:.2f} s")
+    Console().print(table)
     print(
-        f"of which compare {found.seconds['compare']:.2f} s (alone {compared_s:.2f} s); total {done_s - began_s:.2f} s"
+        f"{options.tensors} tensors, {size_mb:.1f} MB on the wire; median of updates {median(totals[1:]):.2f} s in all"
     )
     print(f"peak memory {peak_mb():.0f} MB, {peak_mb() - before_mb:.0f} MB more than before")
     agent.close()

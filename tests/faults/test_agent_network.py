@@ -13,9 +13,11 @@ from syncguard.agent.host import Agent
 from syncguard.agent.service import AgentServer, ListenOptions
 from syncguard.agent.settings import AgentConfig
 from syncguard.errors import SyncguardError, UnreachableError
+from syncguard.gate import request
 from syncguard.gate.client import AgentClient
 from syncguard.gate.controller import Gate
 from syncguard.gate.readiness import Action
+from syncguard.manifest import wire
 from syncguard.manifest.verdict import ReadinessState, VerdictStatus
 
 T = [weights_of(seed, tensors=400) for seed in range(3)]
@@ -65,11 +67,16 @@ def test_a_half_open_connection_ends_in_time_and_not_in_ready(worker) -> None:
     assert agent.state.phase is not Phase.READY
 
 
-@pytest.mark.parametrize("limit_bytes", [200, 2_000, 10_000, 30_000])
-def test_a_manifest_that_is_cut_on_its_way_is_no_manifest(worker, limit_bytes: int) -> None:
+@pytest.mark.parametrize("whole", [True, False], ids=["one message", "a stream"])
+@pytest.mark.parametrize("share", [0.05, 0.3, 0.6, 0.95])
+def test_a_manifest_that_is_cut_on_its_way_is_no_manifest(worker, monkeypatch, whole: bool, share: float) -> None:
     engine, agent, proxy = worker
     engine.push(T[1], "run@1")
-    proxy.mode, proxy.limit_bytes = "cut_after", limit_bytes
+    if not whole:
+        monkeypatch.setattr(request, "WHOLE_LIMIT_BYTES", 0)
+        monkeypatch.setattr(wire, "ENTRIES_PER_CHUNK", 1)
+    sent = request.EncodedVerify.of(manifest_of(T[1], "run@1"), replay_waived_because="test").parts
+    proxy.mode, proxy.limit_bytes = "cut_after", int(share * sum(map(len, sent)))
     with AgentClient(proxy.address, timeout_s=2, verify_timeout_s=5) as client, pytest.raises(SyncguardError):
         client.verify(manifest_of(T[1], "run@1"), replay_waived_because="test")
     assert agent.state.phase is not Phase.READY

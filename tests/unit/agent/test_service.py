@@ -31,12 +31,14 @@ from syncguard.errors import (
     UsageError,
     VersionOrderError,
 )
+from syncguard.gate import request
 from syncguard.gate.client import AgentClient
 from syncguard.manifest.verdict import FindingCode, ReadinessState, VerdictStatus
 from syncguard.manifest.wire import chunks_to_proto, header_to_proto
 from syncguard.replay import A, ReplayPolicy, ReplayStatus
 from syncguard.rpc.credentials import Access, ChannelCredentials, Role
-from syncguard.rpc.records import RECORD_LIMIT_BYTES
+from syncguard.rpc.records import RECORD_LIMIT_BYTES, encode_records
+from syncguard.rpc.streams import read_parts
 from syncguard.spec import WeightVersion
 from syncguard.v1 import agent_service_pb2 as pb
 from syncguard.v1 import agent_service_pb2_grpc as rpc
@@ -75,7 +77,9 @@ def client(shared):
         yield made
 
 
-def test_an_update_from_capture_to_ready_over_the_wire() -> None:
+@pytest.mark.parametrize("limit_bytes", [request.WHOLE_LIMIT_BYTES, 0], ids=["one message", "a stream"])
+def test_an_update_from_capture_to_ready_over_the_wire(monkeypatch, limit_bytes: int) -> None:
+    monkeypatch.setattr(request, "WHOLE_LIMIT_BYTES", limit_bytes)
     engine = SimulatedEngine(T0, tp=2, label="run@0")
     with served(engine) as (_, server), AgentClient(server.address) as client:
         captured = client.capture([7, 8, 9], max_new_tokens=6, seed=3)
@@ -201,12 +205,20 @@ def entries(manifest=None):
     return [pb.VerifyRequest(entries=chunk) for chunk in chunks_to_proto(manifest or manifest_of(T0, "raw@1"))]
 
 
+def whole(**changes):
+    chunks = [part.entries for part in entries()]
+    return pb.VerifyRequest(whole=pb.VerifyRequest.Whole(**{"header": header().header, "entries": chunks} | changes))
+
+
 @pytest.mark.parametrize(
     ("parts", "error", "text"),
     [
         (list, IncompleteError, "without a manifest"),
         (entries, BadInputError, "out of order"),
         (lambda: [header(), header()], BadInputError, "two headers"),
+        (lambda: [header(), whole()], BadInputError, "two headers"),
+        (lambda: [whole(entries=()), pb.VerifyRequest()], ManifestError, "entries of a manifest"),
+        (lambda: [pb.VerifyRequest(whole=pb.VerifyRequest.Whole())], IncompleteError, "without a manifest"),
         (lambda: [header()], ManifestError, "entries of a manifest"),
         (lambda: [header(), *entries(), *entries()], ManifestError, "entries of a manifest"),
         (lambda: [header(entry_count=10**12), *entries()], ManifestError, "entries of a manifest"),
@@ -247,6 +259,25 @@ def test_a_wrong_stream_is_one_clear_error_and_changes_nothing(shared, parts, er
     assert shared[0].state.phase == before.phase
 
 
+@pytest.mark.parametrize("records", [0, 3])
+def test_one_message_says_the_same_as_a_stream(monkeypatch, records: int) -> None:
+    asked = (manifest_of(T1, "run@1"), [record_of(T0, T1)] * records, ReplayPolicy(mae_limit_nats=0.5), "a reason")
+    (whole,) = request.EncodedVerify.of(*asked).parts
+    monkeypatch.setattr(request, "WHOLE_LIMIT_BYTES", 0)
+    stream = request.EncodedVerify.of(*asked).parts
+    assert len(stream) == 3 + (records > 0)
+    one, other = (read_parts(map(pb.VerifyRequest.FromString, parts)) for parts in ((whole,), stream))
+    assert (one.header, one.chunks, one.entries, one.policy) == (
+        other.header,
+        other.chunks,
+        other.entries,
+        other.policy,
+    )
+    kept, also_kept = one.records.records(), other.records.records()
+    assert len(kept) == len(also_kept) == records
+    assert [encode_records([record]) for record in kept] == [encode_records([record]) for record in also_kept]
+
+
 def test_records_that_are_too_large_are_refused_before_they_are_kept(shared) -> None:
     chunk = pb.VerifyRequest(record=replay_pb2.RecordChunk(data=bytes(8 << 20)))
     count = RECORD_LIMIT_BYTES // (8 << 20) + 1
@@ -265,6 +296,8 @@ def test_too_many_entries_are_refused_while_they_come(shared) -> None:
 def test_mutated_real_streams_never_crash_the_agent_and_never_make_it_ready(shared, data) -> None:
     agent, server = shared
     parts = [part.SerializeToString() for part in (header(), *entries())]
+    if data.draw(st.booleans()):
+        parts = list(request.EncodedVerify.of(manifest_of(T0, "raw@1")).parts)
     index = data.draw(st.integers(0, len(parts) - 1))
     mutated = bytearray(parts[index])
     for _ in range(data.draw(st.integers(1, 4))):
