@@ -60,6 +60,28 @@ def shuffled_scales(rows: int, columns: int, *, gated: bool) -> Rearrange:
     return Rearrange(2, digits, order, (rows, columns))
 
 
+def swapped_rows(rows: int, columns: int, *, pairs: bool, bits: int = 8) -> Rearrange:
+    """Return the way back from `shuffled_rows` of rows whose neighbours were swapped before (`mxfp4.py`:782-793, 855-935).
+
+    Args:
+        rows: A multiple of 32.
+        columns: Elements of a row.
+        pairs: Neighbours were swapped; else only shuffled.
+        bits: Size of an element.
+    """
+    _multiple(rows, 32)
+    flips = (2,) if pairs else ()
+    return Rearrange(2, (rows // 32, 2, 2, 8, columns), (0, 3, 1, 2, 4), (rows, columns), bits, bits, bits, flips)
+
+
+def swapped_scales(rows: int, columns: int, *, pairs: bool) -> Rearrange:
+    """Return the way back from scales whose rows went as in `swapped_rows` and were then swizzled."""
+    _multiple(rows, 128)
+    _multiple(columns, 4)
+    digits = (rows // 128, columns // 4, 2, 2, 8, 4, 4)
+    return Rearrange(2, digits, (0, 5, 4, 2, 3, 1, 6), (rows, columns), flips=(3,) if pairs else ())
+
+
 def halves_by_64(rows: int, columns: int) -> Rearrange:
     """Return the way back from halves that alternate in runs of 64 rows (`interleave_w13_halves`, cutedsl)."""
     _multiple(rows, 128)
@@ -74,7 +96,7 @@ def alternating_rows(rows: int, *rest: int, bits: int = 8) -> Rearrange:
     return Rearrange(1 + len(rest), (2, rows // 2, *columns), order, (rows, *rest), bits, bits, bits)
 
 
-def marlin_weight(k: int, n: int, bits: int, packing: Packing, to_bits: int = 32) -> Rearrange:
+def marlin_weight(k: int, n: int, bits: int, packing: Packing, to_bits: int = 32, *, halves: bool = False) -> Rearrange:
     """Return the way back from int32 `[k / 16, n * 16 * bits / 32]` of Marlin tiles (`gptq_marlin_repack.cuh`).
 
     Args:
@@ -83,16 +105,21 @@ def marlin_weight(k: int, n: int, bits: int, packing: Packing, to_bits: int = 32
         bits: 4 or 8.
         packing: How the checkpoint packs them.
         to_bits: Element size of the checkpoint.
+        halves: Outputs of the checkpoint alternate between those of the two halves of `n`, a multiple of 128 then.
     """
     _multiple(k, 16)
     _multiple(n, 64)
     per = to_bits // bits
     # k = 16 kt + 8 v1 + 4 t1 + 2 t0 + v0;  n = 64 nt + 16 w + 8 v2 + 4 c2 + 2 c1 + c0
+    names: tuple[str, ...]
     if bits == NIBBLE:
         names = ("kt", "nt", "c2", "c1", "c0", "t1", "t0", "w", "v0", "v2", "v1")
     else:
         names = ("kt", "nt", "c2", "c1", "c0", "t1", "t0", "w", "v2", "v0", "v1")
     sizes = dict.fromkeys(names, 2) | {"kt": k // 16, "nt": n // 64, "w": 4}
+    if halves:
+        _multiple(n, 128)
+        names, sizes = ("kt", "half", *names[1:]), sizes | {"half": 2, "nt": n // 128}
     inputs, outputs = ("kt", "v1", "t1", "t0", "v0"), ("nt", "w", "v2", "c2", "c1", "c0")
     if packing is Packing.GPTQ:
         inner = 3 if bits == NIBBLE else 2
@@ -101,13 +128,23 @@ def marlin_weight(k: int, n: int, bits: int, packing: Packing, to_bits: int = 32
         nibbles = ("c0", "c2", "c1") if bits == NIBBLE else ("c0", "c1")
         order, shape = (*inputs, *outputs[: -len(nibbles)], *nibbles), (k, n // per)
     else:
-        order, shape = (*outputs, *inputs), (n, k // per)
+        order, shape = (*outputs, *(("half",) if halves else ()), *inputs), (n, k // per)
+    if halves and packing is not Packing.ROWS:
+        msg = f"alternating outputs packed as {packing.value}"
+        raise ValueError(msg)
     digits = tuple(sizes[name] for name in names)
     return Rearrange(2, digits, tuple(names.index(name) for name in order), shape, bits, 32, to_bits)
 
 
 def marlin_scales(
-    groups: int, n: int, *, grouped: bool, outputs_first: bool, fp4: bool = False, bits: int = 16
+    groups: int,
+    n: int,
+    *,
+    grouped: bool,
+    outputs_first: bool,
+    fp4: bool = False,
+    bits: int = 16,
+    halves: bool = False,
 ) -> Rearrange:
     """Return the way back from Marlin's scales `[groups, n]` (`marlin_permute_scales`).
 
@@ -118,6 +155,7 @@ def marlin_scales(
         outputs_first: The checkpoint has `[n, groups]`.
         fp4: Scales of 4-bit floats, whose pairs are swapped once more (`{nv,mx}fp4_marlin_process_scales`).
         bits: Size of an element.
+        halves: As in `marlin_weight`; only where the checkpoint has outputs first.
     """
     _multiple(n, 64)
     digits: tuple[int, ...]
@@ -129,6 +167,10 @@ def marlin_scales(
         raise ValueError(msg)
     else:
         digits, order = (groups, n // 32, 4, 4, 2), (1, 3, 2, 4)
+    if halves:
+        _multiple(n, 128)
+        digits = (groups, 2, digits[1] // 2, *digits[2:])
+        order = (*(digit + 1 for digit in order), 1)
     place, shape = ((*order, 0), (n, groups)) if outputs_first else ((0, *order), (groups, n))
     return Rearrange(2, digits, place, shape, bits, bits, bits)
 
@@ -145,9 +187,11 @@ def marlin_zero_points(groups: int, n: int, packing: Packing) -> Rearrange:
     return Rearrange(2, digits, (1, 6, 7, 5, 0, 2, 3, 4), (n // 8, groups), 4, 32, 32)
 
 
-def marlin_bias(n: int, bits: int) -> Rearrange:
-    """Return the way back from Marlin's bias `[n]` (`marlin_permute_bias`)."""
-    _multiple(n, 32)
+def marlin_bias(n: int, bits: int, *, halves: bool = False) -> Rearrange:
+    """Return the way back from Marlin's bias `[n]` (`marlin_permute_bias`); `halves` as in `marlin_weight`."""
+    _multiple(n, 64 if halves else 32)
+    if halves:
+        return Rearrange(1, (2, n // 64, 4, 4, 2), (1, 3, 2, 4, 0), (n,), bits, bits, bits)
     return Rearrange(1, (n // 32, 4, 4, 2), (0, 2, 1, 3), (n,), bits, bits, bits)
 
 

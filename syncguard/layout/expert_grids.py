@@ -26,7 +26,7 @@ def inner_span(view: LayerView) -> Span:
     rank, size = int(view.attr("moe_tp_rank", 0)), int(view.attr("moe_tp_size", 1))
     part = int(view.attr("intermediate_size_per_partition"))
     exported = exported_size(view, part * size)
-    total = _intermediate_size(view)
+    total = intermediate_size(view)
     if exported is not None or total is None or total == part * size:
         return Span.part(part * size, rank, size, exported)
     if view.attr("use_padded_loading", False):
@@ -41,7 +41,8 @@ def inner_span(view: LayerView) -> Span:
     return Span(start, length, total, part - length)
 
 
-def _intermediate_size(view: LayerView) -> int | None:
+def intermediate_size(view: LayerView) -> int | None:
+    """Return the intermediate size of experts that the configuration says, None when it says none."""
     for config in (view.config, getattr(view.config, "text_config", None)):
         for name in ("moe_intermediate_size", *SPLIT_SIZES):
             value = getattr(config, name, None)

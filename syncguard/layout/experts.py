@@ -257,7 +257,7 @@ def _parts(view: LayerView, inner: Span, leaf: str, blocks: tuple[int, int]) -> 
     return parts
 
 
-def _runs(view: LayerView) -> Iterator[tuple[int, int, int]]:
+def runs_of_experts(view: LayerView) -> Iterator[tuple[int, int, int]]:
     """Yield `(first slot, first logical expert, count)` of slots whose logical experts follow one another."""
     first, start, count = 0, -1, 0
     for slot in slots(view):
@@ -281,7 +281,7 @@ def _fused_interleaved(view: LayerView, inner: Span, hidden: int) -> None:
     total = logical_experts(view)
     w13_bias, w2_bias = view.tensor("w13_weight_bias"), view.tensor("w2_weight_bias")
     w13, w2 = view.tensors["w13_weight"], view.tensors["w2_weight"]
-    for slot, expert, count in _runs(view):
+    for slot, expert, count in runs_of_experts(view):
         keep = Narrow(0, slot, count)
         experts = Span(expert, count, total)
         double = Span(2 * inner.start, 2 * inner.length, 2 * inner.total)

@@ -36,6 +36,7 @@ class Rearrange(msgspec.Struct, frozen=True, tag="rearrange"):
         unit_bits: What is moved: a nibble (4), a byte (8), or a whole element.
         from_bits: Size of an element before.
         to_bits: Size of an element of the result.
+        flips: Digits whose indices run backwards, as positions before the reordering (pairs whose two rows are swapped).
     """
 
     dims: int
@@ -45,6 +46,7 @@ class Rearrange(msgspec.Struct, frozen=True, tag="rearrange"):
     unit_bits: int = 8
     from_bits: int = 8
     to_bits: int = 8
+    flips: tuple[int, ...] = ()
 
     def shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return the shape after the operation.
@@ -58,6 +60,7 @@ class Rearrange(msgspec.Struct, frozen=True, tag="rearrange"):
         if (
             split < 0
             or sorted(self.order) != list(range(len(self.digits)))
+            or len(set(self.flips) & set(self.order)) != len(self.flips)
             or self.unit_bits not in (NIBBLE, 8, 16, 32)
             or self.from_bits % self.unit_bits
             or self.to_bits % self.unit_bits
@@ -76,7 +79,8 @@ class Rearrange(msgspec.Struct, frozen=True, tag="rearrange"):
         """Return the operation that leads back to trailing dimensions of these sizes."""
         back = tuple(self.order.index(digit) for digit in range(len(self.digits)))
         digits = tuple(self.digits[digit] for digit in self.order)
-        return Rearrange(len(self.sizes), digits, back, sizes, self.unit_bits, self.to_bits, self.from_bits)
+        flips = tuple(sorted(self.order.index(digit) for digit in self.flips))
+        return Rearrange(len(self.sizes), digits, back, sizes, self.unit_bits, self.to_bits, self.from_bits, flips)
 
     def apply(self, view: Any) -> Any:
         """Return the rearranged elements: a copy, as unsigned or signed integers of `to_bits` unless elements stay whole."""
@@ -85,6 +89,8 @@ class Rearrange(msgspec.Struct, frozen=True, tag="rearrange"):
         units = view if self.whole else _units(view, self.unit_bits)
         digits = units.reshape((*lead, *self.digits))
         keep = len(lead)
+        if self.flips:
+            digits = _flipped(digits, tuple(keep + digit for digit in self.flips))
         moved = _permuted(digits, (*range(keep), *(keep + digit for digit in self.order)))
         if self.whole:
             return moved.reshape(shape)
@@ -113,7 +119,8 @@ class Rearrange(msgspec.Struct, frozen=True, tag="rearrange"):
     @property
     def leading(self) -> int:
         """Return the size of the leading digit, into whose indices the operation can be cut; 1 where it cannot."""
-        return self.digits[self.order[0]] if self.sizes[0] % self.digits[self.order[0]] == 0 else 1
+        first = self.order[0]
+        return 1 if first in self.flips or self.sizes[0] % self.digits[first] else self.digits[first]
 
     @property
     def rows_per_leading(self) -> int:
@@ -194,6 +201,14 @@ def moves_bytes(ops: tuple[Any, ...]) -> bool:
 
 def _permuted(array: Any, order: tuple[int, ...]) -> Any:
     return array.permute(order) if hasattr(array, "data_ptr") else array.transpose(order)
+
+
+def _flipped(array: Any, dims: tuple[int, ...]) -> Any:
+    if hasattr(array, "data_ptr"):
+        return array.flip(dims)
+    import numpy as np
+
+    return np.flip(array, dims)
 
 
 def _units(view: Any, bits: int) -> Any:

@@ -52,6 +52,9 @@ QUANTIZED: dict[str, tuple[str, ...]] = {
     "nvfp4-padded": ("llama-bias", "qwen3"),
     "nvfp4-trtllm": ("qwen3", "qwen3-moe", "glm4-moe"),
     "nvfp4-marlin": ("llama-bias", "qwen3"),
+    "mxfp4": ("gpt-oss",),
+    "mxfp4-trtllm": ("gpt-oss",),
+    "mxfp4-marlin": ("gpt-oss",),
 }
 
 BLOCKS_OF_128: dict[str, Any] = {

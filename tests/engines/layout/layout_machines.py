@@ -39,6 +39,7 @@ class Machine:
     capability: tuple[int, int] = (9, 0)
     platform: dict[str, bool] = field(default_factory=dict)
     fp4: str = ""
+    xpu: bool = False
     server_args: dict[str, Any] = field(default_factory=dict)
 
     @contextmanager
@@ -65,7 +66,23 @@ class Machine:
             enter(mock.patch.object(torch.Tensor, "cuda", lambda tensor, *_: tensor))
             if self.platform:
                 enter(runtime_context.override_platform(**self.platform))
+            if self.xpu:
+                from sglang.srt.layers.quantization import mxfp4
+
+                enter(mock.patch.object(mxfp4, "_is_xpu", new=True))
             if self.capability[0] >= 10:
+                from sglang.srt.layers.quantization import mxfp4
+
+                enter(
+                    mock.patch.object(
+                        mxfp4, "get_w2_permute_indices_with_cache", layout_kernels.w2_permute_indices, create=True
+                    )
+                )
+                enter(
+                    mock.patch.object(
+                        mxfp4, "nvfp4_block_scale_interleave", layout_kernels.block_scale_interleave, create=True
+                    )
+                )
                 enter(_installed(layout_kernels.flashinfer()))
                 for name in ("reorder_rows_for_gated_act_gemm", "shuffle_matrix_sf_a"):
                     enter(mock.patch.object(modelopt_quant, name, new=object()))
@@ -86,11 +103,17 @@ BLACKWELL_CUTLASS = Machine(
     (10, 0),
     {"is_sm100": True, "is_blackwell": True},
     "flashinfer_cutlass",
-    {"moe_runner_backend": "flashinfer_cutlass"},
+    server_args={"moe_runner_backend": "flashinfer_cutlass"},
 )
 BLACKWELL_TRTLLM = Machine(
     (10, 0),
     {"is_sm100": True, "is_blackwell": True},
     "flashinfer_trtllm",
-    {"moe_runner_backend": "flashinfer_trtllm"},
+    server_args={"moe_runner_backend": "flashinfer_trtllm"},
 )
+BLACKWELL_MXFP4 = Machine(
+    (10, 0),
+    {"is_sm90": False, "is_sm100": True, "is_blackwell": True},
+    server_args={"moe_runner_backend": "flashinfer_mxfp4"},
+)
+XPU = Machine((0, 0), xpu=True)

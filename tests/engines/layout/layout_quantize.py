@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from layout_machines import (
     BLACKWELL_CUTLASS,
+    BLACKWELL_MXFP4,
     BLACKWELL_TRTLLM,
     HOPPER,
     HOPPER_MARLIN,
+    XPU,
     Machine,
 )
 
@@ -71,6 +73,31 @@ def nvfp4(name: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:
     }
 
 
+def mxfp4(name: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:
+    """gpt-oss's experts `[E, in, out]` as blocks of 32 inputs: 16 bytes and an e8m0 exponent each."""
+    generator = torch.Generator().manual_seed(sum(name.encode()))
+    experts, inputs, outputs = weight.shape
+    blocks = (experts, outputs, inputs // 32)
+    return {
+        f"{name}_blocks": torch.randint(0, 256, (*blocks, 16), dtype=torch.uint8, generator=generator),
+        f"{name}_scales": torch.randint(0, 255, blocks, dtype=torch.uint8, generator=generator),
+    }
+
+
+def _fused_experts(name: str, tensor: torch.Tensor) -> bool:
+    return tensor.dim() == 3 and name.endswith(("gate_up_proj", "down_proj"))
+
+
+MXFP4 = {
+    "quant_method": "mxfp4",
+    "modules_to_not_convert": [
+        "model.layers.*.self_attn",
+        "model.layers.*.mlp.router",
+        "model.embed_tokens",
+        "lm_head",
+    ],
+}
+
 NVFP4 = {
     "quant_method": "modelopt_fp4",
     "quant_algo": "NVFP4",
@@ -90,6 +117,7 @@ class Scheme:
     quantize: Callable[[str, torch.Tensor], dict[str, torch.Tensor]]
     config: dict[str, Any]
     machine: Machine = HOPPER
+    applies: Callable[[str, torch.Tensor], bool] = _quantizable
     sizes: dict[str, Any] | None = None
 
     def export(self, folder: Path, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -98,7 +126,7 @@ class Scheme:
         path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": self.config}))
         exported: dict[str, torch.Tensor] = {}
         for name, tensor in tensors.items():
-            exported.update(self.quantize(name, tensor) if _quantizable(name, tensor) else {name: tensor})
+            exported.update(self.quantize(name, tensor) if self.applies(name, tensor) else {name: tensor})
         return exported
 
 
@@ -148,7 +176,10 @@ SCHEMES = {
         {"quant_method": "w8a8_int8"},
     ),
     "nvfp4": Scheme("NVFP4, CUTLASS", nvfp4, NVFP4, BLACKWELL_CUTLASS),
-    "nvfp4-padded": Scheme("NVFP4, CUTLASS, padded", nvfp4, NVFP4, BLACKWELL_CUTLASS, {}),
+    "nvfp4-padded": Scheme("NVFP4, CUTLASS, padded", nvfp4, NVFP4, BLACKWELL_CUTLASS, sizes={}),
     "nvfp4-trtllm": Scheme("NVFP4, TRT-LLM", nvfp4, NVFP4, BLACKWELL_TRTLLM),
-    "nvfp4-marlin": Scheme("NVFP4, Marlin", nvfp4, NVFP4, HOPPER_MARLIN, {}),
+    "nvfp4-marlin": Scheme("NVFP4, Marlin", nvfp4, NVFP4, HOPPER_MARLIN, sizes={}),
+    "mxfp4": Scheme("MXFP4 as exported (XPU)", mxfp4, MXFP4, XPU, _fused_experts, {}),
+    "mxfp4-trtllm": Scheme("MXFP4, TRT-LLM", mxfp4, MXFP4, BLACKWELL_MXFP4, _fused_experts, {}),
+    "mxfp4-marlin": Scheme("MXFP4, Marlin", mxfp4, MXFP4, HOPPER_MARLIN, _fused_experts, {}),
 }

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from syncguard.layout.ops import apply_ops
+from syncguard.layout.padding import wrong_padding
 from syncguard.layout.repack import Rearrange, moves_bytes
 
 if TYPE_CHECKING:
@@ -36,7 +37,8 @@ class Provenance:
 
     `ids[name]` has the shape of the resident tensor and holds checkpoint element numbers, `ZERO` or `UNWRITTEN`.
     `numbers[fqn]` are the numbers of a checkpoint tensor's elements. `passes` are the resident tensors after each digit was
-    loaded: what lies in parts of several resident elements is read from them after it was put together again.
+    loaded: what lies in parts of several resident elements is read from them after it was put together again. `as_made` are
+    the padded ones of a rank in which nothing was overwritten before it was loaded.
     """
 
     numbers: dict[str, np.ndarray]
@@ -44,6 +46,7 @@ class Provenance:
     layout: RankLayout
     passes: list[dict[str, torch.Tensor]]
     base: int
+    as_made: dict[str, torch.Tensor]
 
     def through(self, resident: str, ops: tuple[Any, ...]) -> np.ndarray:
         """Return the checkpoint element numbers that a chain of operations leads to."""
@@ -134,7 +137,12 @@ def record(
             held = ids.setdefault(name, np.zeros(got.shape, np.int64))
             ids[name] = np.where((held < 0) | (got < 0), np.minimum(held, got), held + got * base**digit)
     assert layout is not None
-    return Provenance(numbers, ids, layout, loaded, base)
+    made: dict[str, torch.Tensor] = {}
+    if layout.paddings:  # some are written when the engine makes the tensor and never again: keep those
+        fresh = build()
+        fresh.load(tensors)
+        made = walk(fresh)[1]
+    return Provenance(numbers, ids, layout, loaded, base, {p.resident: made[p.resident] for p in layout.paddings})
 
 
 def disagreements(provenance: Provenance) -> list[str]:
@@ -157,6 +165,7 @@ def disagreements(provenance: Provenance) -> list[str]:
             found.append(f"{binding.resident} as {tensor.fqn}{box}: at {at} the loader put {got[at]}, rule {due[at]}")
     for padding in provenance.layout.paddings:
         got = provenance.through(padding.resident, padding.ops)
-        if not (got == ZERO).all():
+        as_made = apply_ops(provenance.as_made[padding.resident], padding.ops)
+        if (got >= 0).any() or wrong_padding(as_made, padding.value_byte)[0]:
             found.append(f"{padding.resident}: padding ({padding.reason}) holds {sorted(set(got[got != ZERO]))[:4]}")
     return found
