@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from syncguard.layout.published import FP8_REQUANTIZED, FP8_REQUANTIZED_HALF, MAX, recipe_of
 from syncguard.spec import Box
@@ -24,6 +24,10 @@ if TYPE_CHECKING:
 def forms_of(layouts: Iterable[RankLayout]) -> dict[str, str]:
     """Return the dtype of every logical tensor that ranks hold, by its name; names of computed forms hold their recipe."""
     return {shard.tensor.fqn: shard.tensor.dtype for layout in layouts for shard in layout.shards()}
+
+
+FUSED: Final = (".experts.gate_up_proj", ".experts.down_proj")
+"""Ends of names under which trainers export all experts of a layer in one tensor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +78,8 @@ class ResidentForms:
 
     def concerns(self, name: str, dtype: str) -> bool:
         """Return whether a tensor of this name and dtype is held in another form than it is exported in."""
-        return name in self._waiting or self._dtypes.get(name, dtype) != dtype
+        fused = name.endswith(FUSED) and name not in self._dtypes
+        return name in self._waiting or fused or self._dtypes.get(name, dtype) != dtype
 
     def offer(self, name: str, tensor: Any, dtype: str) -> list[Formed]:
         """Take an exported tensor and return what can be hashed now: itself, cast, computed, or nothing yet.
@@ -82,6 +87,10 @@ class ResidentForms:
         Raises:
             ManifestError: There is no published cast or quantization from its dtype.
         """
+        parts = self._split(name, tensor)
+        if parts:
+            self.notes["tensors of all experts split"] += 1
+            return [formed for part, view in parts for formed in self.offer(part, view, dtype)]
         if not self.concerns(name, dtype):
             return [Formed(name, tensor, dtype)]
         ready: list[Formed] = []
@@ -99,6 +108,27 @@ class ResidentForms:
             if all(source.fqn in self._kept for source in recipe.sources):
                 ready.append(self._computed(computed, recipe))
         return ready
+
+    def _split(self, name: str, tensor: Any) -> list[tuple[str, Any]]:
+        """Return one view an expert of a tensor that holds all of them, where workers are known to hold them apart.
+
+        `[E, 2I, H]` with the gate in front and `[E, H, I]`, as Transformers 5 keeps them and SGLang 0.5.23 loads them
+        (`qwen3_5.py`:2228-2300). Another order gives other digests, hence a mismatch.
+        """
+        prefix = name.rpartition(".")[0]
+        if not name.endswith(FUSED) or name in self._dtypes or len(tensor.shape) != 3:  # noqa: PLR2004 - experts, rows, columns
+            return []
+        experts, rows = int(tensor.shape[0]), int(tensor.shape[1])
+        last = f"{prefix}.{experts - 1}.gate_proj.weight"
+        if last not in self._dtypes and last not in self._used:
+            return []
+        if name.endswith(FUSED[1]):
+            return [(f"{prefix}.{expert}.down_proj.weight", tensor[expert]) for expert in range(experts)]
+        return [
+            (f"{prefix}.{expert}.{part}.weight", tensor[expert][start : start + rows // 2])
+            for expert in range(experts)
+            for part, start in (("gate_proj", 0), ("up_proj", rows // 2))
+        ]
 
     def describe(self) -> str:
         """Return what was done, for the manifest's source: `12 cast bfloat16 to float32 exactly`, empty for nothing."""
