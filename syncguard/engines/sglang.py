@@ -52,6 +52,8 @@ class SglangEngine:
         base_url: Such as `http://127.0.0.1:30000`.
         api_key: The server's API or admin key; sent as a bearer token, never logged.
         timeout_s: Seconds that one call may take.
+        flush_wait_s: Seconds that the server may wait for running requests, such as a router's health checks, before it
+            flushes; 0 lets it refuse at once.
         transport: HTTP transport, for proxies.
     """
 
@@ -61,6 +63,7 @@ class SglangEngine:
         *,
         api_key: str = "",
         timeout_s: float = 300.0,
+        flush_wait_s: float = 0.0,
         transport: httpx.BaseTransport | None = None,
     ) -> None:
         """Open a connection pool; nothing is sent yet."""
@@ -73,6 +76,7 @@ class SglangEngine:
             transport=transport,
             trust_env=False,
         )
+        self._flush_path = f"/flush_cache?timeout={flush_wait_s:g}" if flush_wait_s > 0 else "/flush_cache"
         self._vocab_size = 0
         self._layouts: dict[str, RankLayout] = {}
         self._engine = ""
@@ -158,7 +162,7 @@ class SglangEngine:
         return said
 
     def _flush(self) -> FlushResult:
-        response = self._send("POST", "/flush_cache", {}, accept_errors=True)
+        response = self._send("POST", self._flush_path, {}, accept_errors=True)
         words = response.text.strip().splitlines()[0] if response.text.strip() else f"HTTP {response.status_code}"
         return FlushResult(response.status_code == httpx.codes.OK and words.startswith("Cache flushed"), words)
 
