@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from syncguard.engines.base import EngineAdapter
 
 EMBEDDED: Final = "embedded:"
+FLUSH_WAIT_S: Final = 10.0
+"""A router's health check is a short generation; a flush waits for it instead of failing the command."""
 ADDRESS_HELP: Final = (
     "Engine: http://HOST:PORT of an SGLang server, or embedded:FOLDER for our own engine on a checkpoint."
 )
@@ -41,7 +43,7 @@ def open_engine(address: str) -> EngineAdapter:
         return LocalEngine(LocalWorker(folder))
     if not address.startswith(("http://", "https://")):
         raise UsageError("engine address", expected="http://HOST:PORT or embedded:FOLDER", found=address)
-    return SglangEngine(address)
+    return SglangEngine(address, flush_wait_s=FLUSH_WAIT_S)
 
 
 def load_trainer(folder: Path, dtype: str) -> Any:
