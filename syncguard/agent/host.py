@@ -19,6 +19,7 @@ from syncguard.agent.events import (
     EvidenceAgainst,
     Fence,
     Refuse,
+    Scrubbed,
     UpdateAnnounced,
     VerifyFinished,
     VerifyRequested,
@@ -181,6 +182,7 @@ class Agent(Shell):
         It blocks only when it is the very manifest that the worker was proven to hold, under the same fence.
         """
         with self.engine_lock:
+            began_s = self.now_s()
             verifier = Verifier(
                 self.adapter, self.worker, seen=self.seen_now(), progress=progress or (lambda _s, _f: None)
             )
@@ -189,6 +191,8 @@ class Agent(Shell):
             self.apply(
                 EvidenceAgainst(found.fence, manifest.manifest_id, gravest_code(found.verdict), found.verdict.reason)
             )
+        elif found.verdict.status is VerdictStatus.MATCH and found.fence is not None:
+            self.apply(Scrubbed(found.fence, manifest.manifest_id, began_s))
         return found
 
     def compare_again(self, manifest: Manifest) -> Verification | None:

@@ -91,6 +91,10 @@ class Shell:
         if state.phase is Phase.READY and self._clock() >= self._rules.over_s(state):
             self.apply(Tick())
 
+    def lease_left_s(self) -> float:
+        """Return the seconds after which READY ends unless the engine answers and a scrub finds nothing."""
+        return self._rules.over_s(self.state) - self._clock()
+
     def transition_counts(self) -> dict[tuple[str, str], int]:
         """Return how often each (phase, reason) was entered since the start."""
         with self._state_lock:

@@ -1,9 +1,10 @@
 """The watcher: looks at the engine at a stated interval, scrubs resident memory, and proves again after a silence.
 
 A poll asks for identity and update epoch only. Three threads, so that none can hold up another: one polls, one scrubs
-and proves again, and one ends a lease that is over, which asks nobody. A scrub digests what a READY worker holds and compares it with what was
-proven, so that bytes that change without an update are found. After a silence of the engine that outlasted the lease,
-a full comparison at the very same fence gives READY back without a new push.
+and proves again, and one ends a lease that is over, which asks nobody. A scrub digests a part of what a READY worker
+holds, the next part each time, and compares it with what was proven (`agent.scrub`), so that bytes that change without an
+update are found. After a silence of the engine that outlasted the lease, a full comparison at the very same fence gives
+READY back without a new push.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from syncguard.agent.events import EngineLost, EvidenceAgainst, Fence, Reproved, Tick
+from syncguard.agent.events import EngineLost, EvidenceAgainst, Fence, Reproved, Scrubbed, Tick
+from syncguard.agent.scrub import ScrubBook, ScrubOutcome, cycle_s, judge_scrub
 from syncguard.agent.verify import Verifier, gravest_code
 from syncguard.errors import SyncguardError
 from syncguard.manifest.verdict import FindingCode, VerdictStatus
@@ -21,8 +23,9 @@ from syncguard.manifest.verdict import FindingCode, VerdictStatus
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from syncguard.agent.core import Held
     from syncguard.agent.host import Agent
-    from syncguard.engines.base import EngineAdapter
+    from syncguard.engines.base import EngineAdapter, EngineStatus
     from syncguard.manifest.model import Manifest, WorkerObservation
 
 log = logging.getLogger("syncguard.agent")
@@ -52,18 +55,22 @@ class Watcher:
         self._adapter = adapter
         self._stop = threading.Event()
         self._threads: tuple[threading.Thread, ...] = ()
+        self._tick_s = 0.0
         self._looked_s = agent.now_s()
         self._scrubbed_s = agent.now_s()
+        self._book = ScrubBook()
+        self._book_of: Proven | None = None
 
     def start(self) -> None:
         """Begin."""
         config, worker = self._agent.config, self._agent.worker
         lease_s = min(config.poll_interval_s, config.lease_s / 4)
+        self._tick_s = min(config.poll_interval_s, config.scrub_interval_s or config.poll_interval_s)
         self._threads = tuple(
             threading.Thread(target=self._run, args=(every_s, work), name=f"{name}-{worker}", daemon=True)
             for name, every_s, work in (
                 ("watch", config.poll_interval_s, self.poll),
-                ("scrub", config.poll_interval_s, self._compare),
+                ("scrub", self._tick_s, self._compare),
                 ("lease", lease_s, self._agent.end_lease),
             )
         )
@@ -99,7 +106,7 @@ class Watcher:
     def _compare(self) -> None:
         every_s = self._agent.config.scrub_interval_s
         self.reprove()
-        if every_s and self._agent.now_s() - self._scrubbed_s >= every_s:
+        if every_s and self._agent.now_s() - self._scrubbed_s + self._tick_s / 2 >= every_s:
             self.scrub()
 
     def poll(self) -> None:
@@ -127,37 +134,68 @@ class Watcher:
             agent.feed(status, began_s)
 
     def scrub(self) -> None:
-        """Digest what a READY worker holds, and block it when anything differs from what was proven."""
+        """Digest the next part of what a READY worker holds, and block it when anything differs from what was proven.
+
+        Skipped while another call has the engine, so that it never falls into a verification.
+        """
         agent = self._agent
-        self._scrubbed_s = agent.now_s()
         held, proven = agent.state.held, agent.proven
         if held is None or proven is None or proven.manifest.manifest_id != held.manifest_id:
             return
-        verifier = Verifier(agent.adapter, agent.worker)
-        with agent.engine_lock:
-            began_s = agent.now_s()
-            try:
-                status = agent.adapter.status()
-                agent.feed(status, began_s)
-                observed = verifier.observe(status, proven.manifest.key_seed)
-            except SyncguardError as error:
-                log.info("%s: no scrub: %s", agent.worker, error)
-                return
+        if not agent.engine_lock.acquire(blocking=False):
+            return
+        try:
+            self._scrub(held, proven)
+        except SyncguardError as error:
+            log.warning("%s: no scrub: %s", agent.worker, error)
+        finally:
+            agent.engine_lock.release()
+
+    def _scrub(self, held: Held, proven: Proven) -> None:
+        agent = self._agent
+        if self._book_of is not proven:  # by identity: a second proof at one fence may rest on storage elsewhere
+            self._book, self._book_of = ScrubBook(), proven
+        began_s = self._scrubbed_s = agent.now_s()
+        status = agent.adapter.status()
+        agent.feed(status, began_s)
+        answers = agent.adapter.scrub(
+            proven.manifest.key_seed, turn=self._book.turn, budget_bytes=agent.config.scrub_bytes
+        )
+        found = judge_scrub(proven.observation, held.fence, self._book, status, answers)
+        self._book = found.book
+        if found.outcome is ScrubOutcome.SAME:
+            agent.apply(Scrubbed(held.fence, held.manifest_id, began_s))
+        elif found.outcome is ScrubOutcome.DIFFERENT:
+            self._against(held.fence, held, found.reason, found.words)
+        elif found.outcome is ScrubOutcome.OTHER_LAYOUT:
+            self._look_at_all(status, held, proven)
+
+    def _look_at_all(self, status: EngineStatus, held: Held, proven: Proven) -> None:
+        """Observe in full, to tell experts that changed places from anything else."""
+        agent = self._agent
+        observed = Verifier(agent.adapter, agent.worker).observe(status, proven.manifest.key_seed)
         if rebalanced(proven.observation, observed):
             words = "experts changed places since they were proven, and no update was seen; verify again"
             agent.apply(EvidenceAgainst(Fence.of(status), held.manifest_id, "rebalance", words, doubt=True))
             return
         different = difference(proven.observation, observed)
         if different:
-            agent.apply(
-                EvidenceAgainst(
-                    Fence.of(status),
-                    held.manifest_id,
-                    FindingCode.UNKNOWN_CONTENT.value,
-                    f"a scrub found bytes that no update wrote: {different}",
-                ),
-                {"scrub": different},
-            )
+            self._against(Fence.of(status), held, FindingCode.UNKNOWN_CONTENT.value, different)
+
+    def _against(self, fence: Fence, held: Held, reason: str, different: str) -> None:
+        words = f"a scrub found bytes that no update wrote: {different}"
+        self._agent.apply(EvidenceAgainst(fence, held.manifest_id, reason, words), {"scrub": different})
+
+    def scrub_progress(self) -> dict[str, float]:
+        """Return how scrubs of the proven state stand: turns and seconds of a cycle, and whole cycles."""
+        config, book = self._agent.config, self._book
+        return {
+            "turns": book.turns,
+            "turn_bytes": config.scrub_bytes,
+            "interval_s": config.scrub_interval_s,
+            "cycle_s": cycle_s(book, config.scrub_interval_s),
+            "cycles": book.cycles,
+        }
 
     def reprove(self) -> None:
         """After a silence that outlasted the lease, compare in full; the same fence and a MATCH give READY back."""

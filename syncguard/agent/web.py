@@ -62,6 +62,7 @@ def _worker(agent: Agent) -> dict[str, Any]:
         "fence": str(state.seen) if state.seen is not None else "",
         "poll_interval_s": agent.config.poll_interval_s,
         "lease_s": agent.config.lease_s,
+        "scrub": agent.watcher.scrub_progress(),
         "seconds": dict(last.seconds) if last is not None else {},
         "verdict": {
             "status": last.verdict.status.value,
@@ -140,5 +141,12 @@ class _AgentMetrics:
         yield seconds
         if state.phase is Phase.READY:
             lease = GaugeMetricFamily("syncguard_lease_seconds", "Seconds left of the lease.", labels=["worker"])
-            lease.add_metric(labels, state.lease_until_s - agent.now_s())
+            lease.add_metric(labels, agent.lease_left_s())
             yield lease
+        scrub = GaugeMetricFamily(
+            "syncguard_scrub_cycle_seconds",
+            "Seconds in which scrubs read all resident bytes once; 0 before the first.",
+            labels=["worker"],
+        )
+        scrub.add_metric(labels, agent.watcher.scrub_progress()["cycle_s"])
+        yield scrub

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from syncguard.digest import PartialDigest
 from syncguard.layout.model import RankIdentity, RankLayout
 from syncguard.manifest.model import RankObservation
 
@@ -35,6 +36,54 @@ class RankStatus:
     probe_version: str
     flushes: int = 0
     graphs: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ScrubSlice:
+    """A run of rows of one binding, digested in a scrub.
+
+    Attributes:
+        binding: Index of the binding in the rank's layout.
+        low: First row.
+        high: One past the last.
+        rows: Rows of the whole binding, so that `low == 0 and high == rows` is all of it.
+        partial: Partial digest under the key that was asked for.
+    """
+
+    binding: int
+    low: int
+    high: int
+    rows: int
+    partial: PartialDigest
+
+
+@dataclass(frozen=True, slots=True)
+class RankScrub:
+    """One turn of a rank's scrub.
+
+    Attributes:
+        rank: The rank.
+        incarnation: As in `RankStatus`.
+        epoch: As in `RankStatus`.
+        updating: An update session is open; nothing was read.
+        layout_fingerprint: Layout that `slices` index; empty when nothing was read.
+        turns: Turns after which the rank has read all it holds.
+        slices: Bindings that were read.
+        wrong: Padding, derived and exempt state that is not as it must be, in words.
+        moved: As in `RankObservation`; looked at in the first turn of a cycle.
+        read_bytes: Bytes digested.
+    """
+
+    rank: RankIdentity
+    incarnation: str
+    epoch: int
+    updating: bool
+    layout_fingerprint: str = ""
+    turns: int = 1
+    slices: tuple[ScrubSlice, ...] = ()
+    wrong: tuple[str, ...] = ()
+    moved: tuple[str, ...] = ()
+    read_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +188,9 @@ class EngineAdapter(Protocol):
     def observe(self, key_seed: bytes) -> Sequence[RankObservation]:
         """Digest every rank's resident memory under a key seed."""
 
+    def scrub(self, key_seed: bytes, *, turn: int, budget_bytes: int) -> Sequence[RankScrub]:
+        """Digest the bytes of every rank that are due in this turn; a rank takes `turn` modulo its own `turns`."""
+
     def flush(self) -> FlushResult:
         """Empty the prefix cache and say whether the engine confirmed it."""
 
@@ -147,6 +199,14 @@ class EngineAdapter(Protocol):
 
     def score(self, input_ids: Sequence[int], *, prompt_length: int) -> Scoring:
         """Score a saved response by prefill; no new tokens."""
+
+    def generate_batch(
+        self, prompts: Sequence[Sequence[int]], *, max_new_tokens: int, seed: int
+    ) -> Sequence[Generation]:
+        """Generate for several prompts in one call, in their order; the seeds count up."""
+
+    def score_batch(self, items: Sequence[tuple[Sequence[int], int]]) -> Sequence[Scoring]:
+        """Score several saved responses (ids, prompt length) in one call, in their order."""
 
     def score_by_decode(self, input_ids: Sequence[int], *, prompt_length: int) -> DecodeScoring:
         """Score a saved response by teacher-forced incremental decode, each saved id in place of a sampled one.

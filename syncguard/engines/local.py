@@ -13,7 +13,7 @@ from syncguard.errors import UnreachableError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from syncguard.engines.base import FlushResult, Generation, RankStatus, Scoring
+    from syncguard.engines.base import FlushResult, Generation, RankScrub, RankStatus, Scoring
     from syncguard.layout.model import RankLayout
     from syncguard.manifest.model import RankObservation
 
@@ -57,6 +57,14 @@ class LocalEngine:
                 worker.restart()
         return observations
 
+    def scrub(self, key_seed: bytes, *, turn: int, budget_bytes: int) -> Sequence[RankScrub]:
+        """Digest the bytes of every rank that are due in this turn."""
+        worker = self._live()
+        return [
+            worker.scrub_rank(index, key_seed, turn=turn, budget_bytes=budget_bytes)
+            for index in range(len(worker.probes))
+        ]
+
     def flush(self) -> FlushResult:
         """Empty the prefix cache."""
         return self._live().flush()
@@ -68,6 +76,18 @@ class LocalEngine:
     def score(self, input_ids: Sequence[int], *, prompt_length: int) -> Scoring:
         """Score a saved response by prefill."""
         return self._live().score(input_ids, prompt_length=prompt_length)
+
+    def generate_batch(
+        self, prompts: Sequence[Sequence[int]], *, max_new_tokens: int, seed: int
+    ) -> tuple[Generation, ...]:
+        """Generate for several prompts; this engine runs one after the other, so their company changes nothing."""
+        return tuple(
+            self.generate(one, max_new_tokens=max_new_tokens, seed=seed + index) for index, one in enumerate(prompts)
+        )
+
+    def score_batch(self, items: Sequence[tuple[Sequence[int], int]]) -> tuple[Scoring, ...]:
+        """Score several saved responses, one after the other."""
+        return tuple(self.score(ids, prompt_length=prompt_length) for ids, prompt_length in items)
 
     def score_by_decode(self, input_ids: Sequence[int], *, prompt_length: int) -> DecodeScoring:
         """Score a saved response by incremental decode over the key/value cache."""

@@ -27,6 +27,7 @@ from syncguard.spec import dtype_named
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
+    from syncguard.engines.base import RankScrub
     from syncguard.engines.faults import Fault
     from syncguard.manifest.model import RankObservation
 
@@ -210,6 +211,12 @@ class LocalWorker:
         with self._lock:
             self._require_alive()
             return self.probes[index].observe(key_seed)
+
+    def scrub_rank(self, index: int, key_seed: bytes, *, turn: int, budget_bytes: int) -> RankScrub:
+        """Digest what is due of one rank's resident memory."""
+        with self._lock:
+            self._require_alive()
+            return self.probes[index].scrub(key_seed, turn=turn, budget_bytes=budget_bytes)
 
     def flush(self) -> FlushResult:
         """Empty the prefix cache."""

@@ -17,7 +17,7 @@ from typing import Final
 import msgspec
 
 from syncguard.digest import PartialDigest
-from syncguard.engines.base import RankStatus
+from syncguard.engines.base import RankScrub, RankStatus
 from syncguard.errors import EngineError, SpecVersionError, SyncguardError, UnsupportedError, UsageError
 from syncguard.layout.model import RankLayout
 from syncguard.manifest.model import RankObservation
@@ -34,6 +34,7 @@ class ProbeOp(str, Enum):
     STATUS = "status"
     LAYOUT = "layout"
     OBSERVE = "observe"
+    SCRUB = "scrub"
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,14 +43,18 @@ class ProbeRequest:
 
     Attributes:
         op: What is asked.
-        key_seed_hex: Key seed for `observe`, in hex.
+        key_seed_hex: Key seed for `observe` and `scrub`, in hex.
         known_layouts: Fingerprints of the layouts that the agent has kept; a rank does not send one of these again.
+        turn: Turn of a `scrub`.
+        budget_bytes: Bytes that each rank digests in a `scrub`.
         spec_version: Specification that the agent speaks.
     """
 
     op: ProbeOp
     key_seed_hex: str = ""
     known_layouts: tuple[str, ...] = ()
+    turn: int = 0
+    budget_bytes: int = 0
     spec_version: int = SPEC_VERSION
 
 
@@ -62,7 +67,8 @@ class ProbeAnswer:
         layout: Answer to `layout`.
         known_layout: Answer to `layout`, when it is still one that the agent knows: its fingerprint.
         observation: Answer to `observe`, without its partial digests.
-        packed_partials: Its partial digests: count, coverage, data as little-endian u64, one after the other.
+        scrub: Answer to `scrub`.
+        packed_partials: Partial digests of the observation: count, coverage, data as little-endian u64, one after the other.
         error: Parts of the error that the probe met, as `SyncguardError.as_dict`.
         spec_version: Specification that the probe speaks.
     """
@@ -71,6 +77,7 @@ class ProbeAnswer:
     layout: RankLayout | None = None
     known_layout: str = ""
     observation: RankObservation | None = None
+    scrub: RankScrub | None = None
     packed_partials: bytes = b""
     error: dict[str, str | int] = field(default_factory=dict)
     spec_version: int = SPEC_VERSION

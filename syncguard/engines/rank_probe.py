@@ -8,17 +8,20 @@ from __future__ import annotations
 
 import secrets
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cache
 from importlib import metadata
 from typing import TYPE_CHECKING, Any, Final
 
 from syncguard.digest import ALGORITHM, DEFAULT_KEY_SEED, DigestJob, PartialDigest, engine_for
-from syncguard.engines.base import RankStatus
+from syncguard.engines.base import RankScrub, RankStatus
 from syncguard.engines.rank_scratch import Reading, ScratchReader
-from syncguard.errors import ObservationRacedError
+from syncguard.engines.rank_scrub import RankScrubber
+from syncguard.errors import ObservationRacedError, UsageError
 from syncguard.layout.derived import check_derived
 from syncguard.layout.ops import apply_ops
 from syncguard.layout.repack import moves_bytes
+from syncguard.layout.rules import join
 from syncguard.layout.walk import (
     FOLLOWED,
     REGISTRIES,
@@ -41,6 +44,7 @@ _PLAIN: Final = (bool, int, float, str, type(None))
 _LAYOUTS_KEPT: Final = 4
 
 
+@cache
 def probe_version() -> str:
     """Return the version of the installed syncguard, `uninstalled` when run from a source tree without metadata."""
     try:
@@ -97,7 +101,9 @@ class RankProbe:
         self._bound: dict[tuple[Any, ...], _Bound] = {}
         self._places: tuple[Any, ...] = ()
         self._addresses: dict[str, int] = {}
+        self._graphs: dict[str, Mapping[str, int]] = {}
         self._exempt: dict[tuple[Any, ...], PartialDigest] = {}
+        self._scrubber: RankScrubber | None = None
 
     def update_started(self) -> None:
         """Note that weights may change from now on; calls nest (a session and the transfers inside it)."""
@@ -110,12 +116,23 @@ class RankProbe:
         """
         self._open_updates = max(0, self._open_updates - 1)
         self._epoch += 1
+        self._scrubber = None
         if not self._open_updates and self._bound and _signature(self._get_model())[1] != self._places:
             self._bound.clear()
 
     def cache_flushed(self) -> None:
         """Note that this rank emptied its prefix cache."""
         self._flushes += 1
+
+    def graphs_captured(self, addresses: Mapping[str, Mapping[str, int]]) -> None:
+        """Note which graphs the engine replays from now on.
+
+        Args:
+            addresses: By kind of graph, where each tensor lay when it was captured (`tensor_addresses`); a graph that was
+                captured again reads the new places.
+        """
+        self._graphs = dict(addresses)
+        self._addresses.clear()
 
     def status(self) -> RankStatus:
         """Return the cheap part of an observation."""
@@ -126,6 +143,7 @@ class RankProbe:
             updating=self._open_updates > 0,
             probe_version=self._version,
             flushes=self._flushes,
+            graphs=tuple(sorted(self._graphs)),
         )
 
     def layout(self) -> RankLayout:
@@ -185,12 +203,54 @@ class RankProbe:
             altered=altered,
         )
 
+    def scrub(self, key_seed: bytes, *, turn: int, budget_bytes: int) -> RankScrub:
+        """Digest what is due in one turn; all that is resident is read in `turns` of them.
+
+        Layers and their storages are looked for again at the start of each cycle only: that costs as much as a small turn.
+
+        Args:
+            key_seed: Key seed of the digest, 16 to 1024 bytes.
+            turn: Number of the turn, modulo the turns of this rank.
+            budget_bytes: Bytes of a turn.
+
+        Raises:
+            UsageError: Less than one byte a turn.
+            ObservationRacedError: An update started or finished meanwhile (an engine with other threads).
+        """
+        if budget_bytes < 1 or turn < 0:
+            raise UsageError("a scrub", expected="a turn from 0 on, of 1 byte or more", found=f"{turn}, {budget_bytes}")
+        before = self.status()
+        place = RankScrub(self.rank, self.incarnation, self._epoch, before.updating)
+        if before.updating:
+            return place
+        scrubber = self._scrubber
+        moved: tuple[str, ...] = ()
+        if scrubber is None or scrubber.budget_bytes != budget_bytes or turn % scrubber.turns == 0:
+            bound = self._bind()
+            moved = self._moved(bound.tensors)
+            if scrubber is None or scrubber.budget_bytes != budget_bytes or scrubber.bound is not bound:
+                scrubber = RankScrubber(bound, budget_bytes=budget_bytes, digest=_digest, first_exempt=self._exempt)
+                self._scrubber = scrubber
+        slices, wrong, read_bytes = scrubber.read(turn, key_seed)
+        if self.status() != before:
+            raise ObservationRacedError("weights changed while they were read", where=self.rank, todo="scrub again")
+        return replace(
+            place,
+            layout_fingerprint=scrubber.bound.layout.fingerprint,
+            turns=scrubber.turns,
+            slices=slices,
+            wrong=wrong,
+            moved=moved,
+            read_bytes=read_bytes,
+        )
+
     def _bind(self) -> _Bound:
         model = self._get_model()
         settings, places = _signature(model)
         if places != self._places:
             # Views keep storages alive: an engine that replaced its tensors must not pay for both.
             self._bound.clear()
+            self._scrubber = None
             self._places = places
         bound = self._bound.get(settings)
         if bound is None:
@@ -215,13 +275,26 @@ class RankProbe:
         return tuple(sorted(altered))
 
     def _moved(self, tensors: Mapping[str, Any]) -> tuple[str, ...]:
-        """Return tensors that are no longer where this incarnation first showed them.
+        """Return tensors that are no longer where a graph was captured, or where this incarnation first showed them.
 
         Not "since the last time": a graph that was captured at the start reads the old place for ever, and a scrub or a
         second try must not use up the warning.
         """
         found = {name: int(tensor.data_ptr()) for name, tensor in tensors.items()}
-        return tuple(sorted(n for n, address in found.items() if self._addresses.setdefault(n, address) != address))
+        moved = {n for n, address in found.items() if self._addresses.setdefault(n, address) != address}
+        for captured in self._graphs.values():
+            moved |= {n for n, address in found.items() if captured.get(n, address) != address}
+        return tuple(sorted(moved))
+
+
+def tensor_addresses(model: Any) -> dict[str, int]:
+    """Return where each tensor of a live model lies, by its resident name."""
+    return {
+        join(name, local): int(tensor.data_ptr())
+        for name, module, alias_of in live_modules(model)
+        if not alias_of
+        for local, tensor, _ in own_tensors(module)
+    }
 
 
 def _signature(model: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:

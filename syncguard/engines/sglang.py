@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 import httpx
 import msgspec
 
-from syncguard.engines.base import DecodeScoring, EngineStatus, FlushResult, Generation, Scoring
+from syncguard.engines.base import DecodeScoring, EngineStatus, FlushResult, Generation, RankScrub, Scoring
 from syncguard.engines.probe_wire import (
     ProbeAnswer,
     ProbeOp,
@@ -43,6 +43,10 @@ SETTINGS: Final[dict[str, float]] = {
     "presence_penalty": 0.0,
 }
 """Sampling in which the raw model's probabilities and those sampled from are the same."""
+
+
+def _sampling(max_new_tokens: int, seed: int) -> dict[str, Any]:
+    return {**SETTINGS, "max_new_tokens": max_new_tokens, "ignore_eos": True, "sampling_seed": seed}
 
 
 class SglangEngine:
@@ -141,6 +145,12 @@ class SglangEngine:
         answers, _ = self._ask(ProbeRequest(ProbeOp.OBSERVE, key_seed.hex()))
         return tuple(unpack_observation(answer) for answer in answers)
 
+    def scrub(self, key_seed: bytes, *, turn: int, budget_bytes: int) -> tuple[RankScrub, ...]:
+        """Digest the bytes of every rank that are due in this turn."""
+        request = ProbeRequest(ProbeOp.SCRUB, key_seed.hex(), turn=turn, budget_bytes=budget_bytes)
+        answers, _ = self._ask(request)
+        return tuple(answer.scrub for answer in answers if answer.scrub is not None)
+
     def flush(self) -> FlushResult:
         """Empty the prefix cache; anything but 200 with SGLang's own confirmation is not confirmed.
 
@@ -173,19 +183,51 @@ class SglangEngine:
             EngineError: The answer lacks scores, or has another number of them than tokens.
             ScoreError: A score is not finite.
         """
-        ids, scores, meta = self._generated(prompt_ids, max_new_tokens, seed)
+        ids, scores, meta = self._generated(self._generate(prompt_ids, max_new_tokens, seed))
         label = str(meta.get("weight_version") or "")
         return Generation(
             ids, scores, label, {**SETTINGS, "max_new_tokens": float(max_new_tokens), "seed": float(seed)}
         )
 
-    def _generated(
-        self, prompt_ids: Sequence[int], max_new_tokens: int, seed: int
-    ) -> tuple[tuple[int, ...], tuple[float, ...], dict[str, Any]]:
-        sampling = {**SETTINGS, "max_new_tokens": max_new_tokens, "ignore_eos": True, "sampling_seed": seed}
-        body = self._post_json(
-            "/generate", {"input_ids": list(prompt_ids), "sampling_params": sampling, "return_logprob": True}
-        )
+    def generate_batch(
+        self, prompts: Sequence[Sequence[int]], *, max_new_tokens: int, seed: int
+    ) -> tuple[Generation, ...]:
+        """Generate for several prompts in one call, as `generate` does for one; the seeds count up from `seed`.
+
+        Raises:
+            EngineError: Another number of answers than prompts, or what `generate` raises.
+        """
+        settings = [_sampling(max_new_tokens, seed + index) for index in range(len(prompts))]
+        payload = {"input_ids": [list(one) for one in prompts], "sampling_params": settings, "return_logprob": True}
+        made = []
+        for index, body in enumerate(self._post_batch(payload, len(prompts))):
+            ids, scores, meta = self._generated(body)
+            said = {**SETTINGS, "max_new_tokens": float(max_new_tokens), "seed": float(seed + index)}
+            made.append(Generation(ids, scores, str(meta.get("weight_version") or ""), said))
+        return tuple(made)
+
+    def score_batch(self, items: Sequence[tuple[Sequence[int], int]]) -> tuple[Scoring, ...]:
+        """Score several saved responses by prefill in one call; each item is its ids and its prompt length."""
+        payload = {
+            "input_ids": [list(ids) for ids, _ in items],
+            "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
+            "return_logprob": True,
+            "logprob_start_len": [prompt_length - 1 for _, prompt_length in items],
+        }
+        bodies = self._post_batch(payload, len(items))
+        return tuple(self._scored(body, len(ids) - at) for body, (ids, at) in zip(bodies, items, strict=True))
+
+    def _post_batch(self, payload: dict[str, Any], count: int) -> list[dict[str, Any]]:
+        response = self._send("POST", "/generate", payload)
+        try:
+            bodies = msgspec.json.decode(response.content, type=list[dict[str, Any]])
+        except msgspec.MsgspecError as error:
+            raise EngineError("answer to a batch", expected="a JSON list", found=error, where=self._url) from error
+        if len(bodies) != count:
+            raise EngineError("answer to a batch", expected=f"{count} answers", found=len(bodies), where=self._url)
+        return bodies
+
+    def _generated(self, body: dict[str, Any]) -> tuple[tuple[int, ...], tuple[float, ...], dict[str, Any]]:
         meta = body.get("meta_info", {})
         ids, scores = self._scores(meta.get("output_token_logprobs"), "generation")
         if list(ids) != list(body.get("output_ids", [])) or len(ids) != meta.get("completion_tokens"):
@@ -198,6 +240,11 @@ class SglangEngine:
             )
         return ids, scores, meta
 
+    def _generate(self, prompt_ids: Sequence[int], max_new_tokens: int, seed: int) -> dict[str, Any]:
+        sampling = _sampling(max_new_tokens, seed)
+        payload = {"input_ids": list(prompt_ids), "sampling_params": sampling, "return_logprob": True}
+        return self._post_json("/generate", payload)
+
     def score_by_decode(self, input_ids: Sequence[int], *, prompt_length: int) -> DecodeScoring:
         """Score a saved response by the server's own decode, each sampled id replaced by the saved one in the rank.
 
@@ -209,7 +256,7 @@ class SglangEngine:
         saved = [int(token) for token in input_ids[prompt_length:]]
         try:
             with forcing(self._client, saved, prompt_length) as answers:
-                ids, scores, meta = self._generated(input_ids[:prompt_length], len(saved), 0)
+                ids, scores, meta = self._generated(self._generate(input_ids[:prompt_length], len(saved), 0))
         except UnsupportedError as error:
             return DecodeScoring(None, cannot=error.text())
         if any(answer.forced != len(saved) for answer in answers):
@@ -239,6 +286,9 @@ class SglangEngine:
                 "logprob_start_len": prompt_length - 1,
             },
         )
+        return self._scored(body, response_length)
+
+    def _scored(self, body: dict[str, Any], response_length: int) -> Scoring:
         meta = body.get("meta_info", {})
         entries = meta.get("input_token_logprobs")
         if not isinstance(entries, list) or len(entries) < response_length:

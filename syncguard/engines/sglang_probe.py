@@ -7,7 +7,8 @@ SGLang (0.5.23, `srt/plugins/__init__.py`) calls `install` in each of its proces
   every rank, waits for no request, works while generation is paused, and needs no session that would rewrite weights);
 - AROUND hooks on everything that can change weights, so that each rank counts its updates: the update calls and sessions
   of `SchedulerWeightUpdaterManager`, memory release and resume, moves of experts, and the checker's own `reset_tensors`;
-- an AROUND hook on the flush of the prefix cache, so that each rank counts those that it did.
+- an AROUND hook on the flush of the prefix cache, so that each rank counts those that it did;
+- AROUND hooks on the capture of graphs, which go on reading the places where weights lay then (`sglang_graphs`).
 
 Observations and updates run on the same thread, so a single rank's reading never sees half an update.
 """
@@ -29,6 +30,7 @@ from syncguard.engines.probe_wire import (
     pack_observation,
 )
 from syncguard.engines.rank_probe import RankProbe
+from syncguard.engines.sglang_graphs import GRAPH_CALLS, CapturedGraphs
 from syncguard.errors import SyncguardError, UnsupportedError
 from syncguard.layout.model import RankIdentity
 
@@ -63,7 +65,7 @@ SESSION_CALLS: Final = (
     f"{MANAGER}.update_weights_from_distributed",
 )
 SESSION_BOUNDS: Final = (f"{MANAGER}.begin_weight_update", f"{MANAGER}.end_weight_update")
-WATCHED: Final = (CHECKER, *SESSION_BOUNDS, *UPDATE_CALLS, *SESSION_CALLS)
+WATCHED: Final = (CHECKER, *SESSION_BOUNDS, *UPDATE_CALLS, *SESSION_CALLS, *GRAPH_CALLS)
 WRITING_ACTIONS: Final = frozenset({"reset_tensors"})
 
 
@@ -73,6 +75,8 @@ class ProcessProbes:
     def __init__(self) -> None:
         """Start without probes and without updates."""
         self._probes: dict[str, RankProbe] = {}
+        self._checkers: dict[str, Any] = {}
+        self.graphs = CapturedGraphs(self._graphs_changed)
         self._finished = 0
         self._open = 0
         self._flushes = 0
@@ -117,8 +121,14 @@ class ProcessProbes:
                 probe.cache_flushed()
             # Choosing and compiling the digest is paid at the agent's first question, not in the first verification.
             warm_up(device_of(checker._get_model()))  # noqa: SLF001 - as above
-            self._probes[role] = probe
+            probe.graphs_captured(self.graphs.of(checker))
+            self._probes[role], self._checkers[role] = probe, checker
         return probe
+
+    def _graphs_changed(self, checker: Any) -> None:
+        for role, probe in self._probes.items():
+            if self._checkers[role] is checker:
+                probe.graphs_captured(self.graphs.of(checker))
 
 
 def device_of(model: Any) -> str:
@@ -169,8 +179,13 @@ def answer(probe: RankProbe, action: str) -> ProbeAnswer:
         if request.op is ProbeOp.STATUS:
             return ProbeAnswer(status=probe.status())
         if request.op is ProbeOp.LAYOUT:
-            return ProbeAnswer(layout=probe.layout())
-        return pack_observation(probe.observe(bytes.fromhex(request.key_seed_hex)))
+            layout = probe.layout()
+            known = layout.fingerprint in request.known_layouts
+            return ProbeAnswer(known_layout=layout.fingerprint) if known else ProbeAnswer(layout=layout)
+        key_seed = bytes.fromhex(request.key_seed_hex)
+        if request.op is ProbeOp.SCRUB:
+            return ProbeAnswer(scrub=probe.scrub(key_seed, turn=request.turn, budget_bytes=request.budget_bytes))
+        return pack_observation(probe.observe(key_seed))
     except SyncguardError as error:
         return ProbeAnswer(error=error.as_dict())
     except Exception as error:  # raised, it would leave the other ranks waiting in the gather
@@ -281,7 +296,8 @@ def install() -> None:
     """
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    hooks = ProbeHooks(ProcessProbes(), WATCHED)
+    probes = ProcessProbes()
+    hooks = ProbeHooks(probes, WATCHED)
     targets = {
         CHECKER: hooks.on_check,
         FLUSH: hooks.on_flush,
@@ -289,6 +305,7 @@ def install() -> None:
         SESSION_BOUNDS[1]: hooks.on_end,
         **dict.fromkeys(UPDATE_CALLS, hooks.counted),
         **dict.fromkeys(SESSION_CALLS, hooks.in_session),
+        **{call: probes.graphs.hook(kinds) for call, kinds in GRAPH_CALLS.items()},
     }
     for target, hook in targets.items():
         HookRegistry.register(target, hook, HookType.AROUND)

@@ -67,7 +67,7 @@ def one_update(rig: Rig, tally: Tally, fault: FaultKind | None) -> None:
     scored = record.with_scores(
         {c_key(0, "old"): old_c, c_key(1, "old"): old_c, c_key(0, "new"): new_c, c_key(1, "new"): new_c}
     )
-    request = VerifyRequest(rig.manifest(), (scored,))
+    request = VerifyRequest(rig.manifest(), (scored,), rig.policy)
     before_the_push(rig, record, fault)
     push(rig, weights, request, fault)
     outcome = verified(rig, request, clean=clean)
@@ -77,8 +77,25 @@ def one_update(rig: Rig, tally: Tally, fault: FaultKind | None) -> None:
     fired = [report.fault.kind for report in worker.faults.fired[fired_before:]]
     judge(rig, tally, fault, fired, outcome)
     worker.faults.armed.clear()
+    if not clean and rig.agent.state.phase is Phase.READY:
+        flip_and_scrub(rig, tally)
     if rig.agent.state.phase is not Phase.READY:
         rig.mend(request)
+
+
+def flip_and_scrub(rig: Rig, tally: Tally) -> None:
+    """Flip a bit of a READY worker without an update: within one cycle a scrub must find it."""
+    dice, name = rig.dice, "a bit flipped while READY, found within one cycle of scrubs"
+    for _ in range(dice.randrange(20)):
+        rig.agent.watcher.scrub()
+    rig.worker.inject(
+        Fault(FaultKind.ELEMENT_FLIP, rank=dice.randrange(rig.tp), index=(dice.randrange(8), dice.randrange(8)))
+    )
+    rig.agent.watcher.scrub()  # the first tells how many turns a cycle has
+    for _ in range(int(rig.agent.watcher.scrub_progress()["turns"])):
+        rig.agent.watcher.scrub()
+    blocked = rig.agent.state.phase is Phase.BLOCKED and "a scrub found bytes" in rig.agent.state.message
+    (tally.caught if blocked else tally.missed)[name] += 1
 
 
 def captured(rig: Rig, fault: FaultKind | None):
@@ -130,7 +147,8 @@ def idle(rig: Rig) -> None:
             rig.clock.now_s += rig.dice.uniform(0.0, LEASE_S * 0.9)
             agent.watcher.poll()
     if rig.rolled("scrubbed", 0.1):
-        agent.watcher.scrub()
+        for _ in range(rig.dice.randrange(1, 20)):
+            agent.watcher.scrub()
     if rig.rolled("silent beyond the lease", 0.05):
         rig.worker.stop()
         agent.watcher.poll()
@@ -245,11 +263,14 @@ def soak(clean: int, faulty: int, seed: int, folder: Path, *, say=lambda _text: 
         tally = Tally()
         shapes = ({"tp": 1}, {"tp": 2, "graphs": True}, {"tp": 4}, {"tp": 2, "sparse": True}) if count else ()
         rigs = [Rig(folder / f"{with_fault}-{n}", seed + n, **shape) for n, shape in enumerate(shapes)]
-        began_s = time.monotonic()
+        began_s, said = time.monotonic(), 0
         for number in range(count):
             rig = rigs[number % len(rigs)]
             kinds = kinds_for(rig)
             one_update(rig, tally, kinds[(number // len(rigs)) % len(kinds)] if with_fault else None)
+            if len(tally.notes) > said:
+                say("\n".join(tally.notes[said:]))
+                said = len(tally.notes)
             if (number + 1) % 500 == 0:
                 rate = (number + 1) / (time.monotonic() - began_s)
                 half = "faulty" if with_fault else "clean"

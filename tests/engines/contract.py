@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from safetensors.torch import load_file
 
-from syncguard.digest import ALGORITHM, DEFAULT_KEY_SEED
+from syncguard.digest import ALGORITHM, DEFAULT_KEY_SEED, PartialDigest
 from syncguard.engines.base import EngineAdapter
 from syncguard.export.checkpoint import export_checkpoint
 from syncguard.manifest.compare import compare
@@ -118,6 +118,26 @@ class EngineContract:
         assert all(new is old for new, old in zip(rig.adapter.layouts(), before, strict=True))
         observed = [rank.layout_fingerprint for rank in rig.adapter.observe(DEFAULT_KEY_SEED)]
         assert observed == [layout.fingerprint for layout in before]
+
+    def test_the_turns_of_a_scrub_read_what_an_observation_reads_once(self, rig: Rig):
+        rig.load(rig.first, "run@1")
+        whole, layouts = rig.adapter.observe(DEFAULT_KEY_SEED), rig.adapter.layouts()
+        budget_bytes = 20_000  # less than the larger tensors
+        turns = [answer.turns for answer in rig.adapter.scrub(DEFAULT_KEY_SEED, turn=0, budget_bytes=budget_bytes)]
+        assert min(turns) > 2
+        sums: list[dict[int, PartialDigest]] = [{} for _ in turns]
+        for turn in range(max(turns)):
+            answers = rig.adapter.scrub(DEFAULT_KEY_SEED, turn=turn, budget_bytes=budget_bytes)
+            assert [(a.rank, a.epoch, a.wrong) for a in answers] == [(o.rank, o.epoch, ()) for o in whole]
+            for of_rank, answer, last in zip(sums, answers, turns, strict=True):
+                for part in answer.slices if turn < last else ():
+                    of_rank[part.binding] = of_rank.get(part.binding, PartialDigest.zero()) + part.partial
+        for of_rank, observation, layout in zip(sums, whole, layouts, strict=True):
+            assert {at: observation.partials[at] for at in of_rank} == of_rank
+            # Bindings on the same memory are read once, for one of them.
+            read = {layout.bindings[at].resident for at in of_rank}
+            own = {binding.resident for binding in layout.bindings if not binding.alias}
+            assert own <= read
 
     def test_an_observation_matches_the_export_of_what_was_loaded_and_only_that(self, rig: Rig):
         rig.load(rig.first, "run@1")

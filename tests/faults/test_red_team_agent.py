@@ -123,7 +123,7 @@ def test_the_lease_ends_while_a_call_hangs_on_the_only_connection():
 def test_the_lease_ends_while_a_scrub_hangs():
     clock = Clock()
     agent, engine = ready_agent(clock)
-    with held(engine, "observe") as hold, ThreadPoolExecutor(1) as pool:
+    with held(engine, "scrub") as hold, ThreadPoolExecutor(1) as pool:
         pool.submit(agent.watcher.scrub)
         assert hold.entered.wait(5)
         clock.now_s += 100
@@ -140,7 +140,7 @@ def test_a_scrub_that_hangs_does_not_keep_the_watcher_from_looking():
     agent.verify(VerifyRequest(manifest_of(T1, "run@1"), (record_of(T0, T1),)))
     looked, left = threading.Event(), threading.Event()
     agent.listen(lambda readiness: left.set() if readiness.reason == "update_unannounced" else None)
-    with held(engine, "observe") as hold:
+    with held(engine, "scrub") as hold:
         agent.start()
         assert hold.entered.wait(5)
         watched.after = lambda _name: looked.set()

@@ -12,7 +12,7 @@ import numpy as np
 
 from syncguard.digest import ALGORITHM, DEFAULT_KEY_SEED, DigestJob, finalize
 from syncguard.digest.reference import NumpyEngine
-from syncguard.engines.base import EngineStatus, FlushResult, Generation, RankStatus, Scoring
+from syncguard.engines.base import EngineStatus, FlushResult, Generation, RankScrub, RankStatus, Scoring, ScrubSlice
 from syncguard.errors import UnreachableError
 from syncguard.layout.model import Binding, LogicalTensor, RankIdentity, RankLayout, ResidentTensor, Role, Shard
 from syncguard.manifest.codec import seal
@@ -166,6 +166,33 @@ class SimulatedEngine:
                 )
             )
         self.after("observe")
+        return answer
+
+    def scrub(self, key_seed: bytes, *, turn: int, budget_bytes: int) -> Sequence[RankScrub]:
+        """One binding a turn, whatever the budget."""
+        self._enter("scrub")
+        answer = []
+        for rank in range(self.tp):
+            layout = self._layout(rank)
+            at = turn % len(layout.bindings)
+            binding = layout.bindings[at]
+            view = self.shards[rank][binding.resident]
+            job = DigestJob(view, F32, binding.shard.tensor.shape, binding.shard.box)
+            (partial,) = ENGINE.partials([job], key_seed=key_seed)
+            rows = view.shape[0]
+            answer.append(
+                RankScrub(
+                    layout.rank,
+                    self.incarnations[rank],
+                    self.epoch,
+                    self.updating,
+                    layout.fingerprint,
+                    len(layout.bindings),
+                    (ScrubSlice(at, 0, rows, rows, partial),),
+                    read_bytes=view.nbytes,
+                )
+            )
+        self.after("scrub")
         return answer
 
     def flush(self) -> FlushResult:

@@ -160,8 +160,9 @@ def test_a_scrub_finds_one_flipped_bit_and_names_it(agent: Agent, engine: Simula
     agent.watcher.scrub()
     assert agent.state.phase is Phase.READY
     engine.shards[1]["layers.2.weight"].view(np.uint32)[1, 3] ^= 1
-    clock.now_s += 1
-    agent.watcher.scrub()
+    for _ in T[0]:
+        clock.now_s += 1
+        agent.watcher.scrub()
     assert agent.state.phase is Phase.BLOCKED
     assert "layers.2.weight [2:4, 0:6]" in agent.readiness.message
     assert "tp1/2" in agent.readiness.message

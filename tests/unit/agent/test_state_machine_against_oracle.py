@@ -15,6 +15,7 @@ from syncguard.agent.events import (
     Fence,
     Refuse,
     Reproved,
+    Scrubbed,
     Tick,
     UpdateAnnounced,
     VerifyFinished,
@@ -24,6 +25,7 @@ from syncguard.manifest.verdict import ReadinessState, VerdictStatus
 from syncguard.spec import WeightVersion
 
 LEASE_S = 5.0
+SCRUB_LEASE_S = 12.0
 FENCES = [Fence((("tp0/1", inc, epoch),), 1) for inc, epoch in (("a", 0), ("a", 1), ("b", 0))]
 VERSIONS = [WeightVersion("run", 0), WeightVersion("run", 1), WeightVersion("run", 2), WeightVersion("other", 0)]
 MANIFESTS = ["m0", "m1"]
@@ -39,9 +41,10 @@ def oracle_ready(  # noqa: C901, PLR0912 - one branch an event, so that it can b
     """
     seen = updating = label = None
     request = proof = lapsed = None
-    renewed_s = 0.0
+    renewed_s = scrubbed_s = 0.0
     newest_ticket = 0
     for event, now_s, accepted in history:
+        over = now_s - renewed_s >= LEASE_S or now_s - scrubbed_s >= SCRUB_LEASE_S
         if isinstance(event, EngineSeen):
             moved = seen is not None and event.fence != (proof[0] if proof else seen)
             seen, updating, label = event.fence, event.updating, event.label
@@ -49,12 +52,18 @@ def oracle_ready(  # noqa: C901, PLR0912 - one branch an event, so that it can b
                 request = proof = lapsed = None
             if proof and label != str(proof[1]):
                 proof = None
-            if proof and now_s - renewed_s >= LEASE_S:
+            if proof and over:
                 proof, lapsed = None, proof
             if proof:
                 renewed_s = now_s
+        elif isinstance(event, Scrubbed):
+            if proof and (proof[0], proof[2]) == (event.fence, event.manifest_id):
+                if over:
+                    proof, lapsed = None, proof
+                else:
+                    scrubbed_s = max(scrubbed_s, event.asked_s)
         elif isinstance(event, Tick | EngineLost):
-            if proof and now_s - renewed_s >= LEASE_S:
+            if proof and over:
                 proof, lapsed = None, proof
         elif isinstance(event, UpdateAnnounced):
             if accepted:
@@ -71,7 +80,7 @@ def oracle_ready(  # noqa: C901, PLR0912 - one branch an event, so that it can b
                 request = lapsed = None
                 good = event.status is VerdictStatus.MATCH and event.fence == seen and seen is not None and not updating
                 proof = (event.fence, asked.version, asked.manifest_id) if good else None
-                renewed_s = now_s
+                renewed_s = scrubbed_s = now_s
         elif isinstance(event, EvidenceAgainst):
             subject = proof or lapsed
             if subject and (subject[0], subject[2]) == (event.fence, event.manifest_id):
@@ -79,7 +88,7 @@ def oracle_ready(  # noqa: C901, PLR0912 - one branch an event, so that it can b
         elif isinstance(event, Reproved):
             fits = lapsed and (lapsed[0], lapsed[2]) == (event.fence, event.manifest_id)
             if fits and seen == event.fence and not updating and label == str(lapsed[1]):
-                proof, lapsed, renewed_s = lapsed, None, now_s
+                proof, lapsed, renewed_s, scrubbed_s = lapsed, None, now_s, now_s
     return proof is not None
 
 
@@ -123,7 +132,7 @@ class AgainstOracle(RuleBasedStateMachine):
 
     def feed(self, event: object) -> None:
         before = self.state
-        done = step(before, event, self.now_s, CoreConfig(LEASE_S))
+        done = step(before, event, self.now_s, CoreConfig(LEASE_S, SCRUB_LEASE_S))
         self.state = done.state
         accepted = not any(isinstance(effect, Refuse) for effect in done.effects)
         self.history.append((event, self.now_s, accepted))
@@ -213,6 +222,22 @@ class AgainstOracle(RuleBasedStateMachine):
         fence, _, manifest = self.around()
         manifest = MANIFESTS[1 - MANIFESTS.index(manifest)] if change == "manifest" else manifest
         self.feed(Reproved(other if change == "fence" else fence, manifest, "said"))
+
+    @rule(
+        change=st.sampled_from(["none"] * 3 + ["fence", "manifest"]),
+        other=st.sampled_from(FENCES),
+        ago_s=st.integers(0, 9),
+    )
+    def a_scrub_finds_nothing(self, change, other, ago_s):
+        fence, _, manifest = self.around()
+        manifest = MANIFESTS[1 - MANIFESTS.index(manifest)] if change == "manifest" else manifest
+        self.feed(Scrubbed(other if change == "fence" else fence, manifest, self.now_s - ago_s))
+
+    @rule(answers=st.integers(1, 4))
+    def the_engine_answers_and_nobody_scrubs(self, answers):
+        for _ in range(answers):
+            self.now_s += 4.0
+            self.engine_answers_nearly_the_same("none", FENCES[0])
 
     @rule(seconds=st.sampled_from([0.5, 2.0, 4.75]))
     def time_goes_by(self, seconds):
