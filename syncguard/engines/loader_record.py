@@ -14,6 +14,7 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+import msgspec
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -272,6 +273,12 @@ def _broadcast(piece: Piece, shape: tuple[int, ...], sizes: tuple[int, ...]) -> 
     return Piece(Box(offsets, held), piece.source, piece.offset, strides)
 
 
+class _Index(msgspec.Struct):
+    """The part of a checkpoint's index that is read."""
+
+    weight_map: dict[str, str]
+
+
 FILES_MAX: Final = 4096
 """Weight files of one checkpoint whose headers are read."""
 
@@ -307,6 +314,10 @@ def checkpoint_names(path: str) -> dict[str, LogicalTensor]:
 
         folder = Path(snapshot_download(path, local_files_only=True))
     files = sorted(folder.glob("*.safetensors"))
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():  # as SGLang does: a folder may hold the same tensors in another naming beside them
+        listed = set(msgspec.json.decode(index.read_bytes(), type=_Index).weight_map.values())
+        files = [file for file in files if file.name in listed]
     if not 0 < len(files) <= FILES_MAX:
         msg = f"{len(files)} safetensors files"
         raise RecordingError(msg)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from syncguard.layout.model import BindingSource
+from syncguard.layout.recording import LOADER_ZERO
 from syncguard.manifest.verdict import Finding, FindingCode, Severity
 
 if TYPE_CHECKING:
@@ -22,17 +23,12 @@ NAMES_SHOWN = 16
 
 
 def recorded_tensors(layouts: Iterable[RankLayout]) -> tuple[str, ...]:
-    """Return the names of logical tensors with a recorded binding on any rank, sorted."""
-    return tuple(
-        sorted(
-            {
-                binding.shard.tensor.fqn
-                for layout in layouts
-                for binding in layout.bindings
-                if binding.source is BindingSource.RECORDED
-            }
-        )
-    )
+    """Return the names of logical tensors with a recorded binding on any rank, sorted; of recorded zeros, the resident's."""
+    found: set[str] = set()
+    for layout in layouts:
+        found.update(b.shard.tensor.fqn for b in layout.bindings if b.source is BindingSource.RECORDED)
+        found.update(padding.resident for padding in layout.paddings if padding.reason == LOADER_ZERO)
+    return tuple(sorted(found))
 
 
 def recorded_findings(
