@@ -7,6 +7,7 @@ says of itself (labels, success flags) is carried, never trusted.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 
 ANSWER_KEY: Final = "syncguard"
 RESPONSE_LIMIT_BYTES: Final = 1 << 30
+_FLUSH_AGAIN_S: Final = 0.1
 SETTINGS: Final[dict[str, float]] = {
     "temperature": 1.0,
     "top_p": 1.0,
@@ -56,8 +58,8 @@ class SglangEngine:
         base_url: Such as `http://127.0.0.1:30000`.
         api_key: The server's API or admin key; sent as a bearer token, never logged.
         timeout_s: Seconds that one call may take.
-        flush_wait_s: Seconds that the server may wait for running requests, such as a router's health checks, before it
-            flushes; 0 lets it refuse at once.
+        flush_wait_s: Seconds for which a refused flush is asked again, since a router's health check is a short generation.
+            (The server's own `?timeout=` does not wake a scheduler that sleeps while idle, 0.5.23.)
         transport: HTTP transport, for proxies.
     """
 
@@ -80,7 +82,7 @@ class SglangEngine:
             transport=transport,
             trust_env=False,
         )
-        self._flush_path = f"/flush_cache?timeout={flush_wait_s:g}" if flush_wait_s > 0 else "/flush_cache"
+        self._flush_wait_s = flush_wait_s
         self._vocab_size = 0
         self._layouts: dict[str, RankLayout] = {}
         self._engine = ""
@@ -172,9 +174,14 @@ class SglangEngine:
         return said
 
     def _flush(self) -> FlushResult:
-        response = self._send("POST", self._flush_path, {}, accept_errors=True)
-        words = response.text.strip().splitlines()[0] if response.text.strip() else f"HTTP {response.status_code}"
-        return FlushResult(response.status_code == httpx.codes.OK and words.startswith("Cache flushed"), words)
+        deadline_s = time.monotonic() + self._flush_wait_s
+        while True:
+            response = self._send("POST", "/flush_cache", {}, accept_errors=True)
+            words = response.text.strip().splitlines()[0] if response.text.strip() else f"HTTP {response.status_code}"
+            confirmed = response.status_code == httpx.codes.OK and words.startswith("Cache flushed")
+            if confirmed or time.monotonic() >= deadline_s:
+                return FlushResult(confirmed, words)
+            time.sleep(_FLUSH_AGAIN_S)
 
     def generate(self, prompt_ids: Sequence[int], *, max_new_tokens: int, seed: int) -> Generation:
         """Generate one response at temperature 1 with no filter, recording A.
