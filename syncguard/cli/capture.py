@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
@@ -17,7 +17,13 @@ from syncguard.cli.output import console, print_json, progress_bar
 from syncguard.engines.base import EngineAdapter
 from syncguard.errors import UnsupportedError, UsageError
 from syncguard.replay import ReplayRecord, load_many, save_many
-from syncguard.replay.capture import capture_generation, decode_on_worker, replay_on_worker, score_with_trainer
+from syncguard.replay.capture import (
+    capture_batch,
+    capture_calls,
+    decode_on_worker,
+    replay_batch,
+    score_with_trainer,
+)
 
 _EXPERT: Final = re.compile(r"\.mlp\.experts\.(\d+)\.")
 
@@ -45,6 +51,13 @@ def capture(
     state: Annotated[
         AtState, typer.Option(help="old: as generated. new: after an update, with --record.")
     ] = AtState.OLD,
+    follow_up: Annotated[
+        list[str] | None,
+        typer.Option(help="Ids that a further call is given after the response, such as a tool's answer; repeatable."),
+    ] = None,
+    batch: Annotated[
+        bool, typer.Option("--batch", help="Generate and replay all prompts in one call, as a batch.")
+    ] = False,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Limit of a response.")] = 128,
     seed: Annotated[int, typer.Option(help="Sampling seed of the first response; the next ones follow.")] = 0,
     cold: Annotated[int, typer.Option(min=1, help="Passes after a confirmed flush.")] = 2,
@@ -69,7 +82,9 @@ def capture(
         )
     prompts = [] if record else _prompts(prompt_ids or [], prompt or [], tokenizer, chat=chat)
     known = load_many(record) if record else []
-    count = len(known) or len(prompts)
+    turns = _ids(follow_up or [])
+    if batch and (turns or known):
+        raise UsageError("a batch", expected="prompts of single calls", found="--follow-up or --record")
     if training_forward and trainer is None:
         raise UsageError("a training forward", expected="--trainer with the checkpoint", found="none")
     model = load_trainer(trainer, trainer_dtype) if trainer else None
@@ -78,8 +93,14 @@ def capture(
     vocabulary = vocab_size or facts.vocab_size
     experts = facts.num_experts or int(getattr(getattr(model, "config", None), "num_experts", 0) or 0)
     meta = {"num_experts": experts} if experts else {}
+    fields = {
+        "worker": facts.identity,
+        "tokenizer_revision": str(tokenizer or ""),
+        "model_revision": str(trainer or ""),
+        "meta": meta,
+    }
+    count = len(known) or len(prompts) * (1 + len(turns))
     steps = (0 if known else 1) + cold + warm + decode + (2 if model else 0) + training_forward
-    names = tuple(f"sample-{index}" for index in range(count))
     done: list[ReplayRecord] = []
     with progress_bar("capturing", as_json=as_json) as progress:
         task = progress.add_task("generate, replay, score", total=count * steps)
@@ -87,26 +108,12 @@ def capture(
         def advance(_: str) -> None:
             progress.advance(task)
 
-        for index in range(count):
-            if known:
-                one = known[index]
-            else:
-                one = capture_generation(
-                    worker,
-                    prompts[index],
-                    max_new_tokens=max_new_tokens,
-                    seed=seed + index,
-                    worker=facts.identity,
-                    record_id=names[index],
-                    batch=(names[index],),  # each response is scored in a call of its own
-                    tokenizer_revision=str(tokenizer or ""),
-                    model_revision=str(trainer or ""),
-                    meta=meta,
-                )
-                advance("A")
-            one = replay_on_worker(
+        records = known or _generated(worker, prompts, turns, advance, fields, max_new_tokens, seed, batch=batch)
+        rounds = [records] if batch else [[one] for one in records]
+        for together in rounds:
+            replayed = replay_batch(
                 worker,
-                one,
+                together,
                 state.value,
                 vocab_size=vocabulary,
                 cold=cold,
@@ -114,11 +121,11 @@ def capture(
                 version=facts.label,
                 on_pass=advance,
             )
-            if decode:
-                one = decode_on_worker(worker, one, state.value, passes=decode, on_pass=advance)
-            if model is not None:
-                one = _scored(model, one, state, advance, training_forward=training_forward)
-            done.append(one)
+            for one in replayed:
+                scored = decode_on_worker(worker, one, state.value, passes=decode, on_pass=advance) if decode else one
+                if model is not None:
+                    scored = _scored(model, scored, state, advance, training_forward=training_forward)
+                done.append(scored)
     worker.close()
     save_many(output, [replace(one, worker=one.worker or facts.identity) for one in done])
     cannot = sorted({str(one.meta["decode"]["cannot"]) for one in done if one.meta.get("decode", {}).get("cannot")})
@@ -132,6 +139,46 @@ def capture(
         )
         for reason in cannot:
             console().print(f"no decode scores (D): {reason}", style="dim")
+
+
+def _generated(
+    worker: EngineAdapter,
+    prompts: list[list[int]],
+    turns: list[list[int]],
+    advance: Callable[[str], None],
+    fields: dict[str, Any],
+    max_new_tokens: int,
+    seed: int,
+    *,
+    batch: bool,
+) -> list[ReplayRecord]:
+    """Generate all responses: in one call, or each in its own, with further calls of the same conversation."""
+    names = [f"sample-{index}" for index in range(len(prompts))]
+    if batch:
+        made = capture_batch(worker, prompts, max_new_tokens=max_new_tokens, seed=seed, names=names, **fields)
+        for _ in made:
+            advance("A")
+        return made
+    found: list[ReplayRecord] = []
+
+    def following(calls: Sequence[ReplayRecord]) -> list[int] | None:
+        advance("A")
+        if len(calls) > len(turns):
+            return None
+        return [*calls[-1].input_ids.tolist(), *turns[len(calls) - 1]]
+
+    for index, prompt in enumerate(prompts):
+        calls = capture_calls(
+            worker,
+            prompt,
+            following,
+            max_new_tokens=max_new_tokens,
+            seed=seed + index * (1 + len(turns)),
+            record_id=names[index],
+            **fields,
+        )
+        found += [replace(calls[0], record_id=names[index], batch=(names[index],), call={})] if not turns else calls
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,10 +218,7 @@ def _scored(
 
 
 def _prompts(ids: list[str], texts: list[str], folder: Path | None, *, chat: bool) -> list[list[int]]:
-    try:
-        prompts = [[int(part) for part in text.replace(",", " ").split()] for text in ids]
-    except ValueError as error:
-        raise UsageError("prompt ids", expected="integers such as 5,17,3", found=error) from error
+    prompts = _ids(ids)
     if texts:
         if folder is None:
             raise UsageError("a text prompt", expected="--tokenizer with the model's own tokenizer", found="none")
@@ -182,6 +226,13 @@ def _prompts(ids: list[str], texts: list[str], folder: Path | None, *, chat: boo
     if not prompts or not all(prompts):
         raise UsageError("nothing to generate from", expected="--prompt-ids or --prompt", found=json.dumps(prompts))
     return prompts
+
+
+def _ids(texts: list[str]) -> list[list[int]]:
+    try:
+        return [[int(part) for part in text.replace(",", " ").split()] for text in texts]
+    except ValueError as error:
+        raise UsageError("prompt ids", expected="integers such as 5,17,3", found=error) from error
 
 
 def _encode(folder: Path, text: str, *, chat: bool) -> list[int]:

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
 
-from syncguard.errors import EngineError, RecordError, ScoreError
-from syncguard.replay.packing import segments_of
+from syncguard.errors import EngineError, ScoreError
+from syncguard.replay.packing import require_one_context
 from syncguard.replay.record import A, ReplayRecord, ScoreKey, b_key
 from syncguard.replay.scores import check_returned_ids, checked_scores, response_scores_from_logits
 
@@ -110,6 +110,18 @@ class DecodingWorker(RolloutWorker, Protocol):
         """Score a saved response by teacher-forced incremental decode."""
 
 
+class BatchWorker(RolloutWorker, Protocol):
+    """A worker that takes several samples in one call."""
+
+    def generate_batch(
+        self, prompts: Sequence[Sequence[int]], *, max_new_tokens: int, seed: int
+    ) -> Sequence[Generated]:
+        """Generate for several prompts in one call; the seeds count up."""
+
+    def score_batch(self, items: Sequence[tuple[Sequence[int], int]]) -> Sequence[Rescored]:
+        """Score several saved responses, (ids, prompt length) each, in one call."""
+
+
 def capture_generation(
     engine: RolloutWorker, prompt_ids: Sequence[int], *, max_new_tokens: int, seed: int, **fields: Any
 ) -> ReplayRecord:
@@ -126,6 +138,91 @@ def capture_generation(
         ScoreError: As many scores as ids did not come back, or one is not finite.
     """
     made = engine.generate(prompt_ids, max_new_tokens=max_new_tokens, seed=seed)
+    return _record_of(prompt_ids, made, {"seed": seed, "max_new_tokens": max_new_tokens}, fields)
+
+
+def capture_batch(
+    engine: BatchWorker,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int,
+    seed: int,
+    names: Sequence[str],
+    **fields: Any,
+) -> list[ReplayRecord]:
+    """Generate for several prompts in one call; each record names the whole batch, whose company may change its scores.
+
+    Args:
+        engine: The rollout worker.
+        prompts: Ids of each prompt.
+        max_new_tokens: Limit of a response.
+        seed: Sampling seed of the first response; the next ones follow.
+        names: Record id of each, unique in the batch.
+        **fields: Other fields of the records.
+
+    Raises:
+        ScoreError: As many scores as ids did not come back, or one is not finite.
+    """
+    made = engine.generate_batch(prompts, max_new_tokens=max_new_tokens, seed=seed)
+    return [
+        _record_of(
+            prompt,
+            one,
+            {"seed": seed + index, "max_new_tokens": max_new_tokens},
+            {**fields, "record_id": names[index], "batch": tuple(names)},
+        )
+        for index, (prompt, one) in enumerate(zip(prompts, made, strict=True))
+    ]
+
+
+def capture_calls(
+    engine: RolloutWorker,
+    first_prompt: Sequence[int],
+    next_prompt: Callable[[Sequence[ReplayRecord]], Sequence[int] | None],
+    *,
+    max_new_tokens: int,
+    seed: int,
+    record_id: str,
+    **fields: Any,
+) -> list[ReplayRecord]:
+    """Record a conversation as the list of its model calls, each with the very ids that the call was given.
+
+    Args:
+        engine: The rollout worker.
+        first_prompt: Ids of the first call.
+        next_prompt: Given the calls so far, returns the ids of the next one (history, tool results, next turn), or None at
+            the end. They need not begin with the ids of the last call: templates drop and rewrite parts of a history.
+        max_new_tokens: Limit of each response.
+        seed: Sampling seed of the first call; the next ones follow.
+        record_id: Name of the conversation; the calls are `NAME/0`, `NAME/1`, ….
+        **fields: Other fields of every record; a `call` is kept beside `conversation` and `index`.
+
+    Raises:
+        ScoreError: As many scores as ids did not come back, or one is not finite.
+    """
+    calls: list[ReplayRecord] = []
+    prompt: Sequence[int] | None = first_prompt
+    told = dict(fields.pop("call", {}))
+    while prompt is not None:
+        index = len(calls)
+        call = {**told, "conversation": record_id, "index": index}
+        name = f"{record_id}/{index}"
+        calls.append(
+            capture_generation(
+                engine,
+                prompt,
+                max_new_tokens=max_new_tokens,
+                seed=seed + index,
+                **{**fields, "record_id": name, "batch": (name,), "call": call},
+            )
+        )
+        prompt = next_prompt(calls)
+    return calls
+
+
+def _record_of(
+    prompt_ids: Sequence[int], made: Generated, settings: Mapping[str, int], fields: Mapping[str, Any]
+) -> ReplayRecord:
     if not made.response_ids:
         raise ScoreError("the worker generated no token", expected="1 or more", found=0, todo="use another prompt")
     scores = checked_scores(made.logprobs_nats, label="A", count=len(made.response_ids))
@@ -133,7 +230,7 @@ def capture_generation(
         input_ids=np.array([*prompt_ids, *made.response_ids], dtype=np.int64),
         prompt_length=len(prompt_ids),
         scores={A: scores},
-        sampling={**made.settings, "seed": seed, "max_new_tokens": max_new_tokens},
+        sampling={**made.settings, **settings},
         **{"versions": {"old": made.weight_version_label}, **fields},
     )
 
@@ -165,19 +262,72 @@ def replay_on_worker(
         EngineError: A flush was refused.
         RecordError: A packed record, which no engine takes as one request.
         ScoreError: Scores of other ids, or not finite.
+        UnsupportedError: A record of a call with inputs beside ids.
     """
-    _require_one_context(record)
-    ids = record.input_ids.tolist()
-    taken: dict[ScoreKey, FloatArray] = {}
-    cached: dict[str, int] = {}
+    return replay_batch(
+        _OneByOne(engine),
+        [record],
+        state,
+        vocab_size=vocab_size,
+        cold=cold,
+        warm=warm,
+        version=version,
+        on_pass=on_pass,
+    )[0]
+
+
+class _OneByOne:
+    """A worker whose batches are single calls."""
+
+    def __init__(self, engine: RolloutWorker) -> None:
+        self.flush = engine.flush
+        self._score = engine.score
+
+    def score_batch(self, items: Sequence[tuple[Sequence[int], int]]) -> Sequence[Rescored]:
+        return [self._score(ids, prompt_length=prompt_length) for ids, prompt_length in items]
+
+
+def replay_batch(
+    engine: BatchWorker | _OneByOne,
+    records: Sequence[ReplayRecord],
+    state: State,
+    *,
+    vocab_size: int,
+    cold: int = 2,
+    warm: int = 1,
+    version: str = "",
+    on_pass: Callable[[str], None] | None = None,
+) -> list[ReplayRecord]:
+    """Return the records with B at one state, all of them scored in one call a pass, as they were generated.
+
+    Args:
+        engine: The rollout worker, with no other traffic.
+        records: Records of one batch, in its order.
+        state: `old` before the update, `new` after it.
+        vocab_size: Vocabulary size of the engine, for the id that it reports as 0.
+        cold: Number of passes after a confirmed flush.
+        warm: Number of passes with a warm prefix cache; at `old` all of them after the cold ones.
+        version: Weight version label at this state.
+        on_pass: Called with the key of each pass of each record.
+
+    Raises:
+        EngineError: A flush was refused.
+        RecordError: A packed record.
+        ScoreError: Scores of other ids, or not finite.
+        UnsupportedError: A record of a call with inputs beside ids.
+    """
+    require_one_context(records)
+    items = [(record.input_ids.tolist(), record.prompt_length) for record in records]
+    taken: list[dict[ScoreKey, FloatArray]] = [{} for _ in records]
+    cached: list[dict[str, int]] = [{} for _ in records]
 
     def take(key: ScoreKey) -> None:
-        found = engine.score(ids, prompt_length=record.prompt_length)
-        check_returned_ids(record.response_ids, found.response_ids, vocab_size or int(record.input_ids.max()) + 1)
-        taken[key] = checked_scores(found.logprobs_nats, label=str(key), count=record.response_length)
-        cached[str(key)] = found.cached_tokens
-        if on_pass is not None:
-            on_pass(str(key))
+        for index, (record, found) in enumerate(zip(records, engine.score_batch(items), strict=True)):
+            check_returned_ids(record.response_ids, found.response_ids, vocab_size or int(record.input_ids.max()) + 1)
+            taken[index][key] = checked_scores(found.logprobs_nats, label=str(key), count=record.response_length)
+            cached[index][str(key)] = found.cached_tokens
+            if on_pass is not None:
+                on_pass(str(key))
 
     as_found = 1 if warm and state == "new" else 0
     if as_found:
@@ -187,11 +337,12 @@ def replay_on_worker(
         take(b_key(index, state, "cold"))
     for index in range(as_found, warm):
         take(b_key(index, state, "warm"))
-    versions = dict(record.versions)
-    if version:
-        versions[state] = version
-    meta = {**record.meta, "cached_tokens": {**record.meta.get("cached_tokens", {}), **cached}}
-    return record.with_scores(taken, versions=versions, meta=meta)
+    done = []
+    for record, scores, hits in zip(records, taken, cached, strict=True):
+        versions = {**record.versions, state: version} if version else dict(record.versions)
+        meta = {**record.meta, "cached_tokens": {**record.meta.get("cached_tokens", {}), **hits}}
+        done.append(record.with_scores(scores, versions=versions, meta=meta))
+    return done
 
 
 def decode_on_worker(
@@ -212,7 +363,7 @@ def decode_on_worker(
         RecordError: A packed record.
         ScoreError: Scores of other ids, or not finite.
     """
-    _require_one_context(record)
+    require_one_context([record])
     ids = record.input_ids.tolist()
     taken: dict[ScoreKey, FloatArray] = {}
     said: dict[str, str] = {}
@@ -231,18 +382,7 @@ def decode_on_worker(
     return record.with_scores(taken, meta={**record.meta, "decode": said})
 
 
-def _require_one_context(record: ReplayRecord) -> None:
-    if len(segments_of(record)) > 1:
-        raise RecordError(
-            "a packed record on a rollout worker",
-            expected="one context a request",
-            found=f"{len(segments_of(record))} samples in a row",
-            where=record.record_id or "record",
-            todo="replay the records that replay.packing.unpacked gives",
-        )
-
-
-def _flush(engine: RolloutWorker) -> None:
+def _flush(engine: RolloutWorker | _OneByOne) -> None:
     flushed = engine.flush()
     if not flushed.confirmed:
         raise EngineError(

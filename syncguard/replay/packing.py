@@ -9,11 +9,11 @@ request: there a packed record is refused, and `unpacked` gives the records to s
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from syncguard.errors import RecordError
+from syncguard.errors import RecordError, UnsupportedError
 from syncguard.replay.record import ReplayRecord
 
 if TYPE_CHECKING:
@@ -44,6 +44,38 @@ def require_scorable(record: ReplayRecord) -> None:
                 found="mask 1",
                 where=f"token {int(tokens[0])} of the row",
                 todo="align the loss mask with the targets of each sample before packing",
+            )
+
+
+OTHER_INPUTS: Final = ("adapter", "images", "videos", "audio")
+"""Inputs of a model call, named in `ReplayRecord.call`, without which its ids alone are another event."""
+
+
+def require_one_context(records: Sequence[ReplayRecord]) -> None:
+    """Refuse records that a request of ids alone does not describe.
+
+    Raises:
+        RecordError: A packed record: an engine takes one context a request.
+        UnsupportedError: A record of a call with an adapter or with images.
+    """
+    for record in records:
+        where = record.record_id or "record"
+        if len(segments_of(record)) > 1:
+            raise RecordError(
+                "a packed record on a rollout worker",
+                expected="one context a request",
+                found=f"{len(segments_of(record))} samples in a row",
+                where=where,
+                todo="replay the records that replay.packing.unpacked gives",
+            )
+        beside = [name for name in OTHER_INPUTS if record.call.get(name)]
+        if beside:
+            raise UnsupportedError(
+                "a replay of this model call",
+                expected="a call of ids alone",
+                found=f"a call with {', '.join(beside)}",
+                where=where,
+                todo="score it where these inputs can be given, and add the scores with ReplayRecord.with_scores",
             )
 
 

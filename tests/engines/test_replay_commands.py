@@ -177,3 +177,15 @@ def test_the_same_worker_twice_is_no_study_across_workers(checkpoint, tmp_path):
     captured(checkpoint, tmp_path / "r", "--decode", 0, count=1)
     with pytest.raises(UsageError, match="each once"):
         run("study", tmp_path / "r", *["--engine", f"embedded:{checkpoint}"] * 2)
+
+
+def test_a_batch_and_a_conversation_are_captured_by_the_command(checkpoint, tmp_path):
+    captured(checkpoint, tmp_path / "batch", "--batch", "--decode", 0)
+    assert [record.batch for record in load_many(tmp_path / "batch")] == [("sample-0", "sample-1")] * 2
+    captured(checkpoint, tmp_path / "chat", "--follow-up", "9,8,7", "--follow-up", "4", "--decode", 0)
+    calls = load_many(tmp_path / "chat")
+    assert [call.record_id for call in calls] == [f"sample-{i}/{turn}" for i in (0, 1) for turn in (0, 1, 2)]
+    assert calls[1].input_ids.tolist()[: calls[1].prompt_length] == [*calls[0].input_ids.tolist(), 9, 8, 7]
+    assert run("diagnose", tmp_path / "chat").exit_code == 0
+    with pytest.raises(UsageError, match="a batch"):
+        captured(checkpoint, tmp_path / "r", "--batch", "--follow-up", "3")

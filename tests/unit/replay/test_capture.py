@@ -1,12 +1,20 @@
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
 
 from syncguard.engines.base import FlushResult, Generation, Scoring
-from syncguard.errors import EngineError, RecordError, ScoreError
+from syncguard.errors import EngineError, RecordError, ScoreError, UnsupportedError
 from syncguard.replay import A, b_key, c_key, diagnose
-from syncguard.replay.capture import capture_generation, replay_on_worker, score_with_trainer
+from syncguard.replay.capture import (
+    capture_batch,
+    capture_calls,
+    capture_generation,
+    decode_on_worker,
+    replay_batch,
+    replay_on_worker,
+    score_with_trainer,
+)
 
 
 @dataclass
@@ -152,3 +160,67 @@ def test_progress_is_told_after_each_pass():
     replay_on_worker(one, generated(one), "old", vocab_size=12, on_pass=seen.append)
     assert seen == ["B0.old.cold", "B1.old.cold", "B0.old.warm"]
     assert b_key(0, "old") is not None
+
+
+class BatchingWorker(TableWorker):
+    """A worker in which a sample's scores depend a little on how many share its call."""
+
+    def generate_batch(self, prompts, *, max_new_tokens, seed):
+        self.calls.append(f"generate {len(prompts)}")
+        return [self.generate(p, max_new_tokens=max_new_tokens, seed=seed + i) for i, p in enumerate(prompts)]
+
+    def score_batch(self, items):
+        self.calls.append(f"batch of {len(items)}")
+        found = [self.score(ids, prompt_length=at) for ids, at in items]
+        return [replace(one, logprobs_nats=tuple(s - 1e-3 * len(items) for s in one.logprobs_nats)) for one in found]
+
+
+def test_a_batch_is_generated_and_replayed_in_one_call_and_each_record_names_its_company():
+    one = BatchingWorker(np.random.default_rng(0).normal(0, 2, (12, 12)))
+    names = ["a", "b", "c"]
+    records = capture_batch(one, [[1, 2, 3], [4, 5], [6, 7, 8, 9]], max_new_tokens=9, seed=2, names=names, worker="w")
+    assert [record.record_id for record in records] == names
+    assert all(record.batch == ("a", "b", "c") and record.worker == "w" for record in records)
+    assert [record.sampling["seed"] for record in records] == [2, 3, 4]
+    replayed = replay_batch(one, records, "old", vocab_size=12, version="run@0")
+    assert [call for call in one.calls if call.startswith(("batch", "flush", "generate 3"))] == [
+        "generate 3", "flush", "batch of 3", "flush", "batch of 3", "batch of 3",
+    ]  # fmt: skip
+    alone = replay_on_worker(one, records[1], "old", vocab_size=12)
+    np.testing.assert_allclose(alone.scores[b_key(0, "old")] - replayed[1].scores[b_key(0, "old")], 3e-3)
+    assert all(record.versions == {"old": "run@0"} for record in replayed)
+
+
+def test_a_conversation_is_a_list_of_calls_each_with_the_ids_that_it_saw():
+    one = worker()
+
+    def next_prompt(calls):
+        if len(calls) == 3:
+            return None
+        # The template drops what the first turn thought: the second prompt does not begin with the first call's ids.
+        return [1, *calls[-1].response_ids.tolist()[-4:], 7, 8]
+
+    calls = capture_calls(
+        one, [1, 2, 3], next_prompt, max_new_tokens=6, seed=1, record_id="chat", call={"tools": ["search"]}
+    )
+    assert [call.record_id for call in calls] == ["chat/0", "chat/1", "chat/2"]
+    assert [call.call for call in calls] == [
+        {"tools": ["search"], "conversation": "chat", "index": index} for index in range(3)
+    ]
+    assert calls[1].input_ids.tolist()[:7] == [1, *calls[0].response_ids.tolist()[-4:], 7, 8]
+    for call in calls:
+        replayed = replay_on_worker(one, call, "old", vocab_size=12)
+        np.testing.assert_array_equal(replayed.scores[A], replayed.scores[b_key(0, "old")])
+
+
+@pytest.mark.parametrize("beside", [{"adapter": "lora-a"}, {"images": ["xxh3:0123"]}])
+def test_a_call_with_other_inputs_than_ids_is_never_replayed_without_them(beside):
+    one = worker()
+    record = generated(one, call=beside)
+    for use in (
+        lambda: replay_on_worker(one, record, "old", vocab_size=12),
+        lambda: decode_on_worker(one, record, "old"),
+    ):
+        with pytest.raises(UnsupportedError, match=next(iter(beside))):
+            use()
+    assert one.calls == ["generate"]

@@ -112,8 +112,22 @@ def test_a_loss_on_the_first_token_of_a_packed_sample_is_refused(model):
             use()
 
 
+class Untouched:
+    """An engine that must not be asked anything."""
+
+    def score(self, input_ids, *, prompt_length):
+        raise AssertionError("scored")
+
+    def flush(self):
+        raise AssertionError("flushed")
+
+
 @pytest.mark.parametrize(
-    "replay", [lambda r: replay_on_worker(None, r, "old", vocab_size=9), lambda r: decode_on_worker(None, r, "old")]
+    "replay",
+    [
+        lambda r: replay_on_worker(Untouched(), r, "old", vocab_size=9),
+        lambda r: decode_on_worker(Untouched(), r, "old"),
+    ],
 )
 def test_no_engine_is_given_a_packed_row_as_one_context(replay):
     with pytest.raises(RecordError, match="one context a request"):
