@@ -82,6 +82,13 @@ def swapped_scales(rows: int, columns: int, *, pairs: bool) -> Rearrange:
     return Rearrange(2, digits, (0, 5, 4, 2, 3, 1, 6), (rows, columns), flips=(3,) if pairs else ())
 
 
+def widened_bias(rows: int, *, pairs: bool) -> Rearrange:
+    """Return the way from a float32 bias whose rows went as in `swapped_rows` to its lower and upper halves, `[2, rows]`."""
+    _multiple(rows, 32)
+    flips = (2,) if pairs else ()
+    return Rearrange(1, (rows // 32, 2, 2, 8, 2), (4, 0, 3, 1, 2), (2, rows), 16, 32, 16, flips)
+
+
 def halves_by_64(rows: int, columns: int) -> Rearrange:
     """Return the way back from halves that alternate in runs of 64 rows (`interleave_w13_halves`, cutedsl)."""
     _multiple(rows, 128)

@@ -17,13 +17,14 @@ from syncguard.layout.arrangements import (
     marlin_weight,
     swapped_rows,
     swapped_scales,
+    widened_bias,
 )
 from syncguard.layout.derived import EQUALS
 from syncguard.layout.expert_grids import intermediate_size
 from syncguard.layout.experts import expert_form, logical_experts, runs_of_experts
 from syncguard.layout.fp4 import KERNEL_SCRATCH
 from syncguard.layout.grids import PADDED_FOR_KERNEL, needed
-from syncguard.layout.ops import Narrow, Unflatten, shape_after
+from syncguard.layout.ops import Narrow, Select, Unflatten, shape_after
 from syncguard.layout.rules import LayerView, Span, join
 from syncguard.spec import Box
 
@@ -35,6 +36,7 @@ BLOCK = 32
 """Values under one scale; 16 bytes."""
 ONE = 0x7F
 """The e8m0 byte of 1.0, with which SGLang fills scales that it does not load."""
+WIDENED = "lower half of a float32 that was widened from bfloat16"
 
 
 @expert_form("Mxfp4MoEMethod")
@@ -78,10 +80,17 @@ def mxfp4_experts(view: LayerView) -> None:
         biases = view.tensor(f"{which}_weight_bias")
         if biases is None:
             continue
+        front = bias(biases, gated=gated)
+        keep: tuple[ViewOp, ...] = ()
+        if (
+            biases.dtype == "float32"
+        ):  # widened from bfloat16: the upper halves are what was exported, the lower ones zero
+            view.pad(biases, (*front, Select(1, 0)), WIDENED)
+            keep = (Select(1, 1),)
         if not gated and inner.start:
-            view.pad(biases, (), "bias of w2 is added by moe_tp_rank 0 only")
+            view.pad(biases, (*front, *keep), "bias of w2 is added by moe_tp_rank 0 only")
         else:
-            _bind(view, biases, bias(biases, gated=gated), f"{name}_bias", (rows,))
+            _bind(view, biases, (*front, *keep), f"{name}_bias", (rows,), dtype="bfloat16")
 
 
 def _refuse(view: LayerView) -> None:
@@ -175,8 +184,7 @@ def _trtllm_scale(resident: ResidentTensor, *, gated: bool) -> tuple[ViewOp, ...
 
 
 def _trtllm_bias(resident: ResidentTensor, *, gated: bool) -> tuple[ViewOp, ...]:
-    op = swapped_rows(resident.shape[1], 1, pairs=gated, bits=32)
-    return (msgspec.structs.replace(op, dims=1, sizes=(resident.shape[1],)),)
+    return (widened_bias(resident.shape[1], pairs=gated),)
 
 
 def _marlin_weight(resident: ResidentTensor, *, gated: bool) -> tuple[ViewOp, ...]:

@@ -13,9 +13,9 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from syncguard.errors import DigestInputError
-from syncguard.layout import attention, experts, fp4, fp4_experts, linear, mxfp4_experts, vocab
+from syncguard.layout import attention, experts, fp4, fp4_experts, linear, mxfp4_experts, packed, vocab
 from syncguard.layout.families import UNKNOWN, Family, family_of
-from syncguard.layout.model import RankIdentity, RankLayout, ResidentTensor, Role, Unbound
+from syncguard.layout.model import Exempt, RankIdentity, RankLayout, ResidentTensor, Role, Unbound
 from syncguard.layout.recording import Recording, apply_recording
 from syncguard.layout.rules import Claims, LayerView, join, rule_for
 from syncguard.spec import dtype_named
@@ -23,13 +23,25 @@ from syncguard.spec import dtype_named
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-RULE_MODULES = (attention, experts, fp4, fp4_experts, linear, mxfp4_experts, vocab)
+RULE_MODULES = (attention, experts, fp4, fp4_experts, linear, mxfp4_experts, packed, vocab)
 """Imported for the rules that they register."""
 
 FOLLOWED = ("quant_method", "scheme", "kernel")
 """Attributes whose objects may keep weights outside the module (mxfp4 keeps its triton tensors there)."""
 REGISTRIES = frozenset({"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"})
 """Where torch itself keeps the parts of a module."""
+EMPTY_WHEN_UNUSED = frozenset(
+    name
+    for which in ("", "w13_", "w2_")
+    for name in (
+        f"{which}g_idx",
+        f"{which}g_idx_sort_indices",
+        f"{which}weight_g_idx",
+        f"{which}qzeros",
+        f"{which}weight_zero_point",
+    )
+)
+"""Tensors of Marlin kernels that hold nothing without an activation order or zero points (`marlin_utils.py` 0.5.23:290)."""
 _OPAQUE_NAMED = 32
 """Objects named as out of sight for one model; more would hide the first."""
 
@@ -302,7 +314,11 @@ def _claim_place(
     }
     for local, tensor in list(own.items()):
         reason = _unusable(tensor, live[tensor.name])
-        if reason:
+        if local in EMPTY_WHEN_UNUSED and not prod(tensor.shape):
+            out.claimed.add(tensor.name)
+            out.exempt.append(Exempt(tensor.name, "empty: a kernel wants one to be there"))
+            del own[local]
+        elif reason:
             out.claimed.add(tensor.name)
             out.unbound.append(Unbound(tensor.name, tensor.layer_class, reason))
             del own[local]

@@ -55,6 +55,13 @@ QUANTIZED: dict[str, tuple[str, ...]] = {
     "mxfp4": ("gpt-oss",),
     "mxfp4-trtllm": ("gpt-oss",),
     "mxfp4-marlin": ("gpt-oss",),
+    "awq": ("llama", "qwen3"),
+    "awq-marlin": ("qwen3",),
+    "gptq-marlin": ("llama", "qwen3"),
+    "gptq-8-marlin": ("qwen3",),
+    "ct-wna16": ("llama", "qwen3"),
+    "ct-wna16-channel": ("qwen3",),
+    "ct-wna16-asymmetric": ("qwen3",),
 }
 
 BLOCKS_OF_128: dict[str, Any] = {
@@ -94,6 +101,7 @@ class Cell:
         checkpoint = CHECKPOINTS[self.name]
         if self.scheme not in SCHEMES:
             return checkpoint
+        checkpoint = replace(checkpoint, casts=checkpoint.casts | SCHEMES[self.scheme].casts)
         if SCHEMES[self.scheme].sizes is not None:
             return replace(checkpoint, changes=checkpoint.changes | SCHEMES[self.scheme].sizes)
         sizes = BLOCKS_OF_128 | (MLA_BLOCKS if "kv_lora_rank" in checkpoint.changes else {})
@@ -102,7 +110,7 @@ class Cell:
     @property
     def dtype(self) -> str:
         """Dtype of what is not quantized."""
-        return self.scheme if self.scheme not in SCHEMES else "bfloat16"
+        return self.scheme if self.scheme not in SCHEMES else SCHEMES[self.scheme].dtype
 
     def export(self, folder: Path) -> dict[str, torch.Tensor]:
         """Write the checkpoint's config and return the tensors as the trainer sends them."""

@@ -7,6 +7,7 @@ row maps of `flashinfer/utils.py` 0.7:1106-1200 and `fused_moe/core.py`:682-780,
 from __future__ import annotations
 
 import sys
+from dataclasses import dataclass
 from types import ModuleType, SimpleNamespace
 
 import torch
@@ -18,12 +19,29 @@ BLOCK_32_ROWS = [
 ]
 
 
-def marlin_reference() -> ModuleType:
-    """SGLang's module of Marlin references; it only imports a name of the kernel package for an annotation."""
+@dataclass(frozen=True)
+class ScalarType:
+    """Type of packed values, as the kernel package describes it; only its size is asked for."""
+
+    name: str
+    size_bits: int
+
+
+def install_scalar_types() -> None:
+    """Put the kernel package's module of scalar types where SGLang looks for it when its quantization is imported."""
     if "sgl_kernel.scalar_type" not in sys.modules:
         named = ModuleType("sgl_kernel.scalar_type")
-        named.ScalarType = object
+        named.ScalarType = ScalarType
+        sizes = {"uint4": 4, "uint8": 8, "uint4b8": 4, "uint8b128": 8, "float8_e4m3fn": 8, "float4_e2m1f": 4}
+        named.scalar_types = SimpleNamespace(**{name: ScalarType(name, bits) for name, bits in sizes.items()})
         sys.modules["sgl_kernel.scalar_type"] = named
+
+
+install_scalar_types()
+
+
+def marlin_reference() -> ModuleType:
+    """SGLang's module of Marlin references."""
     from sglang.test import test_marlin_utils
 
     return test_marlin_utils

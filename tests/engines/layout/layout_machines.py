@@ -66,6 +66,11 @@ class Machine:
             enter(mock.patch.object(torch.Tensor, "cuda", lambda tensor, *_: tensor))
             if self.platform:
                 enter(runtime_context.override_platform(**self.platform))
+            from sglang.srt.layers.quantization import marlin_utils
+            from sglang.srt.layers.quantization.awq import awq
+
+            enter(mock.patch.object(awq, "_is_cuda", new=True))
+            enter(mock.patch.object(marlin_utils, "get_device_capability", return_value=self.capability))
             if self.xpu:
                 from sglang.srt.layers.quantization import mxfp4
 
@@ -117,3 +122,4 @@ BLACKWELL_MXFP4 = Machine(
     server_args={"moe_runner_backend": "flashinfer_mxfp4"},
 )
 XPU = Machine((0, 0), xpu=True)
+AWQ_PLAIN = Machine((9, 0), server_args={"quantization": "awq"})

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 from layout_machines import (
+    AWQ_PLAIN,
     BLACKWELL_CUTLASS,
     BLACKWELL_MXFP4,
     BLACKWELL_TRTLLM,
@@ -73,6 +74,89 @@ def nvfp4(name: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:
     }
 
 
+GROUP = 32
+
+
+def _words(name: str, *shape: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(sum(name.encode()))
+    return torch.randint(-(2**31), 2**31 - 1, shape, dtype=torch.int32, generator=generator)
+
+
+def _scales(name: str, *shape: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(sum(name.encode()) + 1)
+    return (torch.rand(shape, generator=generator) + 0.5).to(torch.bfloat16)
+
+
+def awq(name: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:
+    """AWQ: words of eight outputs, `qweight` `[K, N / 8]`, with zero points and scales of groups of inputs."""
+    module, (outputs, inputs) = name.removesuffix(".weight"), weight.shape
+    return {
+        f"{module}.qweight": _words(name, inputs, outputs // 8),
+        f"{module}.qzeros": _words(f"{name}0", inputs // GROUP, outputs // 8),
+        f"{module}.scales": _scales(name, inputs // GROUP, outputs).to(torch.float16),
+    }
+
+
+def gptq(name: str, weight: torch.Tensor, bits: int = 4) -> dict[str, torch.Tensor]:
+    """GPTQ: words of inputs, `qweight` `[K / per, N]`; constant zero points and g_idx are left out, no engine holds them."""
+    module, (outputs, inputs) = name.removesuffix(".weight"), weight.shape
+    return {
+        f"{module}.qweight": _words(name, inputs * bits // 32, outputs),
+        f"{module}.scales": _scales(name, inputs // GROUP, outputs).to(torch.float16),
+    }
+
+
+def pack_quantized(name: str, weight: torch.Tensor, group: int = GROUP) -> dict[str, torch.Tensor]:
+    """compressed-tensors: `weight_packed` `[N, K / 8]` and `weight_scale` `[N, groups]`.
+
+    `weight_shape` only of layers that are not fused with others: of those SGLang keeps the last that it loads.
+    """
+    module, (outputs, inputs) = name.removesuffix(".weight"), weight.shape
+    tensors = {
+        f"{module}.weight_packed": _words(name, outputs, inputs // 8),
+        f"{module}.weight_scale": _scales(name, outputs, inputs // group if group else 1),
+    }
+    if module.endswith(("o_proj", "down_proj")) and ".experts." not in module:
+        tensors[f"{module}.weight_shape"] = torch.tensor([outputs, inputs])
+    return tensors
+
+
+def asymmetric(name: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The same with zero points, `weight_zero_point` int32 `[N / 8, groups]`."""
+    module, (outputs, inputs) = name.removesuffix(".weight"), weight.shape
+    zeros = _words(f"{name}0", outputs // 8, inputs // GROUP)
+    return pack_quantized(name, weight) | {f"{module}.weight_zero_point": zeros}
+
+
+def _pack_quantized_config(group: int, *, symmetric: bool = True) -> dict[str, Any]:
+    weights = {
+        "num_bits": 4,
+        "type": "int",
+        "symmetric": symmetric,
+        "dynamic": False,
+        "strategy": "group" if group else "channel",
+        "group_size": group or None,
+    }
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
+        "ignore": ["lm_head", "re:.*mlp.gate$"],
+        "quantization_status": "compressed",
+    }
+
+
+AWQ = {
+    "quant_method": "awq",
+    "bits": 4,
+    "group_size": GROUP,
+    "zero_point": True,
+    "version": "gemm",
+    "modules_to_not_convert": ["lm_head"],
+}
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": False, "sym": True, "lm_head": False}
+
+
 def mxfp4(name: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:
     """gpt-oss's experts `[E, in, out]` as blocks of 32 inputs: 16 bytes and an e8m0 exponent each."""
     generator = torch.Generator().manual_seed(sum(name.encode()))
@@ -87,6 +171,8 @@ def mxfp4(name: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:
 def _fused_experts(name: str, tensor: torch.Tensor) -> bool:
     return tensor.dim() == 3 and name.endswith(("gate_up_proj", "down_proj"))
 
+
+BIAS = {"_proj_bias": torch.bfloat16}
 
 MXFP4 = {
     "quant_method": "mxfp4",
@@ -119,6 +205,8 @@ class Scheme:
     machine: Machine = HOPPER
     applies: Callable[[str, torch.Tensor], bool] = _quantizable
     sizes: dict[str, Any] | None = None
+    dtype: str = "bfloat16"
+    casts: dict[str, torch.dtype] = field(default_factory=dict)
 
     def export(self, folder: Path, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return the quantized tensors and add the scheme to the folder's config.json."""
@@ -179,7 +267,32 @@ SCHEMES = {
     "nvfp4-padded": Scheme("NVFP4, CUTLASS, padded", nvfp4, NVFP4, BLACKWELL_CUTLASS, sizes={}),
     "nvfp4-trtllm": Scheme("NVFP4, TRT-LLM", nvfp4, NVFP4, BLACKWELL_TRTLLM),
     "nvfp4-marlin": Scheme("NVFP4, Marlin", nvfp4, NVFP4, HOPPER_MARLIN, sizes={}),
-    "mxfp4": Scheme("MXFP4 as exported (XPU)", mxfp4, MXFP4, XPU, _fused_experts, {}),
-    "mxfp4-trtllm": Scheme("MXFP4, TRT-LLM", mxfp4, MXFP4, BLACKWELL_MXFP4, _fused_experts, {}),
-    "mxfp4-marlin": Scheme("MXFP4, Marlin", mxfp4, MXFP4, HOPPER_MARLIN, _fused_experts, {}),
+    "mxfp4": Scheme("MXFP4 as exported (XPU)", mxfp4, MXFP4, XPU, _fused_experts, {}, casts=BIAS),
+    "mxfp4-trtllm": Scheme("MXFP4, TRT-LLM", mxfp4, MXFP4, BLACKWELL_MXFP4, _fused_experts, {}, casts=BIAS),
+    "mxfp4-marlin": Scheme("MXFP4, Marlin", mxfp4, MXFP4, HOPPER_MARLIN, _fused_experts, {}, casts=BIAS),
+    "awq": Scheme("AWQ", awq, AWQ, AWQ_PLAIN, dtype="float16"),
+    "awq-marlin": Scheme("AWQ, Marlin", awq, AWQ, HOPPER_MARLIN, dtype="float16"),
+    "gptq-marlin": Scheme("GPTQ, Marlin", gptq, GPTQ, HOPPER_MARLIN, dtype="float16"),
+    "gptq-8-marlin": Scheme(
+        "GPTQ 8 bits, Marlin",
+        lambda name, weight: gptq(name, weight, 8),
+        GPTQ | {"bits": 8},
+        HOPPER_MARLIN,
+        dtype="float16",
+    ),
+    "ct-wna16": Scheme(
+        "compressed-tensors W4A16, Marlin", pack_quantized, _pack_quantized_config(GROUP), HOPPER_MARLIN
+    ),
+    "ct-wna16-channel": Scheme(
+        "compressed-tensors W4A16 per channel, Marlin",
+        lambda name, weight: pack_quantized(name, weight, 0),
+        _pack_quantized_config(0),
+        HOPPER_MARLIN,
+    ),
+    "ct-wna16-asymmetric": Scheme(
+        "compressed-tensors W4A16 with zero points, Marlin",
+        asymmetric,
+        _pack_quantized_config(GROUP, symmetric=False),
+        HOPPER_MARLIN,
+    ),
 }

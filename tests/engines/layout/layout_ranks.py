@@ -15,6 +15,7 @@ from unittest import mock
 
 os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
 
+import layout_kernels  # noqa: F401 - before SGLang, which looks for scalar types when it is imported
 import torch
 from sglang.srt import runtime_context
 from sglang.srt.server_args import ServerArgs

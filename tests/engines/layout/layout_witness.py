@@ -48,13 +48,14 @@ class Provenance:
     base: int
     as_made: dict[str, torch.Tensor]
 
-    def through(self, resident: str, ops: tuple[Any, ...]) -> np.ndarray:
-        """Return the checkpoint element numbers that a chain of operations leads to."""
+    def through(self, resident: str, ops: tuple[Any, ...], dtype: str = "") -> np.ndarray:
+        """Return the checkpoint element numbers that a chain of operations leads to, as elements of the logical dtype."""
         if not moves_bytes(ops) or (all(op.whole for op in ops if isinstance(op, Rearrange)) and not recoded(ops)):
             return apply_ops(self.ids[resident], ops)
         held = None
         for digit, live in enumerate(self.passes):
-            got = digits_of(apply_ops(live[resident], ops), self.base)
+            found = apply_ops(live[resident], ops)
+            got = digits_of(found.contiguous().view(getattr(torch, dtype)) if dtype else found, self.base)
             held = np.zeros(got.shape, np.int64) if held is None else held
             held = np.where((held < 0) | (got < 0), np.minimum(held, got), held + got * self.base**digit)
         assert held is not None
@@ -159,7 +160,7 @@ def disagreements(provenance: Provenance) -> list[str]:
             found.append(f"{tensor.fqn}: the rule says {tensor.shape}, the checkpoint {numbers.shape}")
             continue
         due = numbers[tuple(slice(o, o + n) for o, n in zip(box.offsets, box.sizes, strict=True))]
-        got = provenance.through(binding.resident, binding.ops)
+        got = provenance.through(binding.resident, binding.ops, tensor.dtype)
         if not np.array_equal(got, due):
             at = tuple(int(i) for i in np.argwhere(got != due)[0])
             found.append(f"{binding.resident} as {tensor.fqn}{box}: at {at} the loader put {got[at]}, rule {due[at]}")
