@@ -82,7 +82,8 @@ ADVICE: Final[dict[Kind, Advice]] = {
     Kind.DEFINITION: Advice(
         "The paths report log-probabilities of different distributions, which must not be subtracted.",
         "where each side takes its scores: before or after temperature, filters and penalties",
-        "score the same full-vocabulary logit rows as log_softmax(z) and as log_softmax(z/T), and see which one each side returns",
+        "score the same full-vocabulary logit rows as log_softmax(z) and as log_softmax(z/T), and see which one each side returns "
+        "(diagnose --check-definition)",
     ),
     Kind.UNSTABLE: Advice(
         "A path does not repeat its own answer, so gaps between paths cannot be read.",
@@ -112,7 +113,7 @@ ADVICE: Final[dict[Kind, Advice]] = {
     Kind.TEMPERATURE: Advice(
         "The gap grows with the score itself, as if one side had divided its logits by the sampling temperature.",
         "temperature handling in both scoring paths; dividing a finished log-probability by T is wrong as well",
-        "score the same full-vocabulary logit rows as log_softmax(z) and as log_softmax(z/T)",
+        "score the same full-vocabulary logit rows as log_softmax(z) and as log_softmax(z/T) (diagnose --check-definition)",
     ),
     Kind.RETOKENIZED: Advice(
         "From one position on, the sides scored different tokens or a different prefix.",
@@ -127,7 +128,7 @@ ADVICE: Final[dict[Kind, Advice]] = {
     Kind.ROUTING: Advice(
         "A share of the tokens differs much while most agree, in a mixture-of-experts model: routers that flip do that.",
         "expert ids and routing weights on both sides",
-        "compare expert ids, routing weights, dispatch order and accumulation; replay with the recorded routes",
+        "compare expert ids and routing weights (syncguard inside), then dispatch order and accumulation",
     ),
     Kind.TAIL: Advice(
         "A share of the tokens differs much while most agree, in a model without recorded experts.",
@@ -147,7 +148,7 @@ ADVICE: Final[dict[Kind, Advice]] = {
     Kind.CROSS_ENGINE: Advice(
         "Rollout agrees with itself and not with the trainer: two policy states, or two different computations.",
         "resident weights first (digests), then the score definition, then the model's intermediate outputs",
-        "audit the worker's digests; if they are equal, capture embeddings, layers, final norm and logits of both sides for this record",
+        "audit the worker's digests; if they are equal, look inside both sides on this record (syncguard inside)",
     ),
     Kind.TRAINING_FORWARD: Advice(
         "The frozen forward agrees, the gradient-enabled one does not.",

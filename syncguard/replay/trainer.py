@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from syncguard.errors import ScoreError
-from syncguard.replay.packing import require_scorable, segments_of
+from syncguard.replay.packing import require_one_context, require_scorable, segments_of
 from syncguard.replay.scores import checked_scores
 
 if TYPE_CHECKING:
@@ -84,6 +84,21 @@ def response_scores(model: Any, record: ReplayRecord) -> FloatArray:
         block = torch.log_softmax(rows[start : start + _ROWS_AT_ONCE].double(), dim=-1)
         parts.append(block.gather(1, targets[start : start + _ROWS_AT_ONCE].unsqueeze(1)).squeeze(1))
     return checked_scores(torch.cat(parts).cpu().numpy(), label="C", count=record.response_length)
+
+
+def response_logits(model: Any, record: ReplayRecord) -> Any:
+    """Return the logits of one frozen forward of a plain record, float32 array [length, vocabulary], for `check_definition`.
+
+    Raises:
+        RecordError: A packed record.
+        ScoreError: Logits that do not cover the ids.
+    """
+    require_one_context([record])
+    with frozen(model):
+        rows = _rows_before_response(model, record).float().cpu().numpy()
+    whole = np.zeros((record.input_ids.size, rows.shape[1]), dtype=np.float32)
+    whole[record.prompt_length - 1 : -1] = rows
+    return whole
 
 
 def _rows_before_response(model: Any, record: ReplayRecord) -> Any:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import sys
+from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,11 +20,11 @@ from syncguard.cli.study import study
 from syncguard.engines.faults import Fault, FaultKind
 from syncguard.engines.local import LocalEngine, LocalWorker
 from syncguard.errors import RecordError, UsageError
-from syncguard.replay import A, Kind, ScoreKey, b_key, load_many
+from syncguard.replay import A, Kind, ScoreKey, b_key, load_many, response_scores_from_logits, save_many
 from syncguard.replay import diagnose as diagnose_records
 from syncguard.replay.capture import capture_generation, decode_on_worker, replay_on_worker, score_with_trainer
 from syncguard.replay.packing import packed
-from syncguard.replay.trainer import trainer_forward
+from syncguard.replay.trainer import response_logits, trainer_forward
 
 PROMPTS = ("3,14,15,92,65,35,89,79", "23,84,62,64,33,83,27,95,2,88,41,97")
 app = typer.Typer()
@@ -189,3 +192,49 @@ def test_a_batch_and_a_conversation_are_captured_by_the_command(checkpoint, tmp_
     assert run("diagnose", tmp_path / "chat").exit_code == 0
     with pytest.raises(UsageError, match="a batch"):
         captured(checkpoint, tmp_path / "r", "--batch", "--follow-up", "3")
+
+
+def test_the_definition_check_says_which_formula_each_path_fits(checkpoint, tmp_path):
+    captured(checkpoint, tmp_path / "r", "--decode", 0, count=1)
+    (record,) = load_many(tmp_path / "r")
+    model = tiny_model("qwen3_moe" if record.meta.get("num_experts") else "qwen3")
+    logits = response_logits(model, record)
+    heated = response_scores_from_logits(logits, record.input_ids, record.prompt_length, temperature=0.7)
+    wrong = {key: heated if key.path == "C" else values for key, values in record.scores.items()}
+    replace(record, scores=wrong, sampling={**record.sampling, "temperature": 0.7}).save(tmp_path / "heated")
+    result = run("diagnose", tmp_path / "heated", "--check-definition", checkpoint, "--json")
+    found = json.loads(result.stdout)
+    assert found["diagnoses"][0]["kind"] == "temperature"
+    (check,) = found["definitions"]
+    assert check["temperature"] == 0.7
+    assert {path: one["closest"] for path, one in check["paths"].items()} == {
+        "A": "raw",
+        "B": "raw",
+        "C": "temperature",
+    }
+    assert check["paths"]["C"]["mae_nats"]["temperature"] < 1e-6
+    assert check["paths"]["C"]["apart_nats"] > 0.05
+    assert (
+        "which formula the scores fit" in run("diagnose", tmp_path / "heated", "--check-definition", checkpoint).stdout
+    )
+    with pytest.raises(UsageError, match="temperature 1"):
+        run("diagnose", tmp_path / "r", "--check-definition", checkpoint)
+
+
+def test_the_responses_that_would_show_a_stale_worker_are_kept_and_the_others_are_not(tmp_path):
+    sys.path.insert(0, str(Path(__file__).parents[1] / "bench"))
+    from lookalikes import make_record
+
+    cases = ("update too small", "clean update", "update too small", "clean update", "clean")
+    save_many(tmp_path / "r", [make_record(case, seed) for seed, case in enumerate(cases)])
+    result = run("diagnose", tmp_path / "r", "--keep-telling", 5, "-o", tmp_path / "kept", "--json")
+    found = json.loads(result.stdout)["telling"]
+    assert {one["record"] for one in found} == {"clean update 1", "clean update 3"}
+    changes = [one["change_mae_nats"] for one in found]
+    assert changes == sorted(changes, reverse=True)
+    assert [record.record_id for record in load_many(tmp_path / "kept")] == [one["record"] for one in found]
+    save_many(tmp_path / "small", [make_record("update too small", 1)])
+    run("diagnose", tmp_path / "small", "--keep-telling", 5, "-o", tmp_path / "none")
+    assert not (tmp_path / "none").exists()
+    with pytest.raises(UsageError, match="telling"):
+        run("diagnose", tmp_path / "r", "--keep-telling", 5)
