@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 
-from syncguard.errors import IncompleteError, SpecVersionError
+from syncguard.errors import IncompleteError, SpecVersionError, SyncguardError
 from syncguard.gate.request import EncodedVerify
-from syncguard.manifest.verdict import Readiness, Verdict
+from syncguard.manifest.verdict import Finding, FindingCode, Readiness, ReadinessState, Severity, Verdict, VerdictStatus
 from syncguard.manifest.wire import chunks_to_proto, header_to_proto, observation_from_proto, version_to_proto
 from syncguard.manifest.wire_verdict import readiness_from_proto, verdict_from_proto
 from syncguard.rpc.credentials import ChannelCredentials
@@ -100,6 +100,18 @@ class WorkerVerdict:
     def record(self) -> ReplayRecord | None:
         """The first record, None when none came back."""
         return self.records[0] if self.records else None
+
+
+def unanswered(worker: str, address: str, error: SyncguardError, now_s: float) -> WorkerVerdict:
+    """Return the verdict of a verification that gave none: INCOMPLETE, and never ready."""
+    finding = Finding(FindingCode.ENGINE_UNREACHABLE, Severity.INCOMPLETE, error.text(), worker=worker)
+    return WorkerVerdict(
+        worker,
+        address,
+        Verdict(VerdictStatus.INCOMPLETE, error.text(), (finding,)),
+        None,
+        Readiness(ReadinessState.PENDING, error.code.lower(), error.text(), since_s=now_s),
+    )
 
 
 class AgentClient:

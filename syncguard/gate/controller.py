@@ -16,27 +16,21 @@ import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from syncguard.errors import SyncguardError, UnreachableError, UsageError, VersionOrderError
-from syncguard.gate.client import AgentClient, WorkerVerdict
+from syncguard.gate.admission import Admission
+from syncguard.gate.client import AgentClient, WorkerVerdict, unanswered
 from syncguard.gate.readiness import Action, Decision, FleetState, GatePolicy, WorkerState, decide
 from syncguard.gate.request import EncodedVerify
-from syncguard.manifest.verdict import (
-    Finding,
-    FindingCode,
-    Readiness,
-    ReadinessState,
-    Severity,
-    Verdict,
-    VerdictStatus,
-)
+from syncguard.manifest.verdict import Readiness, ReadinessState, VerdictStatus
 from syncguard.replay import ReplayPolicy, ReplayRecord
 from syncguard.spec import WeightVersion
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from syncguard.gate.admission import Router
     from syncguard.manifest.model import Manifest
     from syncguard.rpc.credentials import ChannelCredentials
     from syncguard.spec import Box
@@ -45,24 +39,6 @@ log = logging.getLogger("syncguard.gate")
 Records: TypeAlias = "ReplayRecord | Sequence[ReplayRecord] | None"
 _PARALLEL_MAX = 64
 _WATCH_INTERVAL_S = 1.0
-
-
-class Router(Protocol):
-    """Where readiness goes: a gateway, an orchestrator."""
-
-    def admit(self, worker: str) -> None:
-        """Let the worker serve.
-
-        Raises:
-            UnreachableError: The router did not answer or refused.
-        """
-
-    def remove(self, worker: str, because: str) -> None:
-        """Stop new requests to the worker; those in flight go on.
-
-        Raises:
-            UnreachableError: The router did not answer or refused.
-        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +95,6 @@ class Gate:
             raise UsageError("agents of a gate", expected="one address or more, each once", found=list(agents))
         self.policy = policy if policy is not None else GatePolicy()
         self.replay_policy = replay_policy
-        self._routers = tuple(routers)
         self._progress = progress
         self._clock = clock
         self._lock = threading.Lock()
@@ -134,11 +109,10 @@ class Gate:
         self._verdicts: dict[str, WorkerVerdict] = {}
         self._wanted = ""
         self._published_s = 0.0
-        self._admitted: dict[str, bool | None] = dict.fromkeys(agents)
+        self._admission = Admission(routers, agents, self._name)
         # What was asked before a newer announcement or verification is older than what came of that.
         self._generations = dict.fromkeys(agents, 0)
         self._pushing: set[str] = set()
-        self._routing = {address: threading.RLock() for address in agents}
         self._pool = ThreadPoolExecutor(min(_PARALLEL_MAX, len(agents)), thread_name_prefix="gate")
         if watch_interval_s is None:
             watch_interval_s = _WATCH_INTERVAL_S if routers else 0.0
@@ -198,7 +172,7 @@ class Gate:
             told = False
             try:
                 # Out of the routers first: a push must not begin while one of them may still send requests.
-                self._route(address, ready=False, because=f"{target} is about to be pushed")
+                self._admission.tell(address, ready=False, because=f"{target} is about to be pushed")
                 told = True
                 name, readiness = self._clients[address].announce(target, records, rollback_because=rollback_because)
             except SyncguardError as error:
@@ -284,7 +258,7 @@ class Gate:
 
     def _quarantine(self, address: str, because: str) -> None:
         self._put(address, quarantined=because)
-        self._route(address, ready=False, because=because)
+        self._admission.tell(address, ready=False, because=because)
 
     def release(self, worker: str) -> None:
         """Let a quarantined worker take part again; it is verified before it serves."""
@@ -337,7 +311,7 @@ class Gate:
             found = self._clients[address].send(message, progress)
             unreachable = ""
         except SyncguardError as error:
-            found = _failed(name, address, error, time.time())
+            found = unanswered(name, address, error, time.time())
             unreachable = error.text() if isinstance(error, UnreachableError) else ""
         with self._lock:
             self._generations[address] += 1
@@ -385,7 +359,7 @@ class Gate:
 
     def _look(self, address: str) -> None:
         generation = self._refresh(address)
-        if self._routers:
+        if self._admission.routers:
             self._follow(address, generation)
 
     def _watch(self, interval_s: float) -> None:
@@ -404,9 +378,11 @@ class Gate:
                     except RuntimeError:  # the interpreter ends, and nobody closed the gate
                         return
 
-    def _learn_name(self, address: str) -> None:
+    def _name(self, address: str) -> str:
+        """Return the worker's name, asking for it while only the address is known."""
         if self._names[address] == address:
             self._refresh(address)
+        return self._names[address]
 
     def _publish(self, wanted: str) -> None:
         with self._lock:
@@ -428,30 +404,12 @@ class Gate:
                 (self._pushing.add if pushing else self._pushing.discard)(address)
             self._states[address] = replace(self._states[address], **changes)  # type: ignore[arg-type]
 
-    def _route(self, address: str, *, ready: bool, because: str) -> None:
-        """Tell the routers, unless they were told the same before.
-
-        Raises:
-            UnreachableError: A router did not answer or refused.
-        """
-        with self._routing[address]:
-            if self._admitted[address] is ready or not self._routers:
-                return
-            self._admitted[address] = None
-            self._learn_name(address)
-            for router in self._routers:
-                if ready:
-                    router.admit(self._names[address])
-                else:
-                    router.remove(self._names[address], because)
-            self._admitted[address] = ready
-
     def _follow(self, address: str, generation: int) -> None:
         """Let the routers follow what is known of a worker; a router that fails keeps the worker from READY.
 
         Nothing is done when something newer is under way: a worker must not be admitted while it is pushed to.
         """
-        with self._routing[address]:
+        with self._admission.held(address):
             with self._lock:
                 if self._generations[address] != generation or address in self._pushing:
                     return
@@ -461,9 +419,9 @@ class Gate:
             ready = state.readiness_state is ReadinessState.READY and not state.quarantined and not state.unreachable
             because = told.message if told is not None else "never verified"
             try:
-                self._route(address, ready=ready and not self._shares_name(address), because=because)
+                self._admission.tell(address, ready=ready and not self._shares_name(address), because=because)
                 if ready and self._shares_name(address):  # its namesake answered meanwhile
-                    self._route(address, ready=False, because="several agents have its name")
+                    self._admission.tell(address, ready=False, because="several agents have its name")
             except SyncguardError as error:
                 self._put(address, unreachable=f"router: {error.text()}")
 
@@ -484,7 +442,7 @@ class Gate:
             if found:
                 return found[0]
             if not attempt:  # names are known after the first answer of each agent
-                list(self._pool.map(self._learn_name, self._clients))
+                list(self._pool.map(self._name, self._clients))
         raise UsageError("no such worker", expected=" ".join(self._names.values()), found=worker)
 
     def _chosen(self, workers: Sequence[str] | None, *, quarantined: bool = True) -> list[str]:
@@ -497,15 +455,3 @@ def _sequence(record: Records) -> tuple[ReplayRecord, ...]:
     if record is None:
         return ()
     return (record,) if isinstance(record, ReplayRecord) else tuple(record)
-
-
-def _failed(worker: str, address: str, error: SyncguardError, now_s: float) -> WorkerVerdict:
-    """Return the verdict of a verification that gave none: INCOMPLETE, and never ready."""
-    finding = Finding(FindingCode.ENGINE_UNREACHABLE, Severity.INCOMPLETE, error.text(), worker=worker)
-    return WorkerVerdict(
-        worker,
-        address,
-        Verdict(VerdictStatus.INCOMPLETE, error.text(), (finding,)),
-        None,
-        Readiness(ReadinessState.PENDING, error.code.lower(), error.text(), since_s=now_s),
-    )
