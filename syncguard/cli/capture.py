@@ -17,13 +17,8 @@ from syncguard.cli.output import console, print_json, progress_bar
 from syncguard.engines.base import EngineAdapter
 from syncguard.errors import UnsupportedError, UsageError
 from syncguard.replay import ReplayRecord, load_many, save_many
-from syncguard.replay.capture import (
-    capture_batch,
-    capture_calls,
-    decode_on_worker,
-    replay_batch,
-    score_with_trainer,
-)
+from syncguard.replay.capture import decode_on_worker, replay_batch, score_with_trainer
+from syncguard.replay.generate import capture_batch, capture_calls
 
 _EXPERT: Final = re.compile(r"\.mlp\.experts\.(\d+)\.")
 
@@ -103,7 +98,8 @@ def capture(
     steps = (0 if known else 1) + cold + warm + decode + (2 if model else 0) + training_forward
     done: list[ReplayRecord] = []
     with progress_bar("capturing", as_json=as_json) as progress:
-        task = progress.add_task("generate, replay, score", total=count * steps)
+        task = progress.task_ids[0]
+        progress.update(task, description="generate, replay, score", total=count * steps)
 
         def advance(_: str) -> None:
             progress.advance(task)

@@ -64,7 +64,8 @@ def diagnose(
     groups = [loaded] if pooled else [[record] for record in loaded]
     found, checks = [], []
     with progress_bar("diagnosing", as_json=as_json) as progress:
-        task = progress.add_task("records", total=len(groups) + (len(loaded) if check_definition_with else 0))
+        task = progress.task_ids[0]
+        progress.update(task, description="records", total=len(groups) + (len(loaded) if check_definition_with else 0))
         for group in groups:
             found.append((group, diagnose_records(group, policy)))
             progress.advance(task)

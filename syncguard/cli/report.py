@@ -36,7 +36,8 @@ def report(
     loaded = [record for path in records for record in load_many(path)]
     steps = [step for path in verdicts or [] for step in _verdicts(path)]
     with progress_bar("drawing", as_json=as_json) as progress:
-        task = progress.add_task("drawing the report", total=None)
+        task = progress.task_ids[0]
+        progress.update(task, description="drawing the report", total=None)
         written = write_report(output, title=title, steps=steps, records=loaded, decode=_decoder(tokenizer))
         progress.update(task, total=1, completed=1)
     if as_json:

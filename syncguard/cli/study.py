@@ -54,7 +54,8 @@ def study(
     reached: Counter[str] = Counter()
     with progress_bar("scoring", as_json=as_json) as progress:
         steps = len(samples) * passes * (len(workers) + (front is not None))
-        task = progress.add_task(f"{passes} passes of {len(samples)} responses", total=steps)
+        task = progress.task_ids[0]
+        progress.update(task, description=f"{passes} passes of {len(samples)} responses", total=steps)
 
         def advance() -> None:
             progress.advance(task)

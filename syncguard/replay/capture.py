@@ -1,4 +1,4 @@
-"""Filling a record: generate once (A), replay on the rollout worker (B), score with the trainer (C).
+"""Filling a record of `generate`: replay on the rollout worker (B), decode again (D), score with the trainer (C).
 
 Against small protocols: any engine adapter and any callable causal model fit. The order of passes matters. The first warm
 pass at a new state runs *before* any flush, on the prefix cache as the update left it: that is where keys and values
@@ -8,231 +8,23 @@ filled by the very same ids.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from syncguard.errors import EngineError, ScoreError
+from syncguard.errors import EngineError
 from syncguard.replay.packing import require_one_context
-from syncguard.replay.record import A, ReplayRecord, ScoreKey, b_key
+from syncguard.replay.record import ReplayRecord, ScoreKey, b_key
 from syncguard.replay.scores import check_returned_ids, checked_scores, response_scores_from_logits
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Sequence
 
     import numpy.typing as npt
 
     from syncguard.replay.record import State
     from syncguard.replay.scores import FloatArray
-
-
-class Generated(Protocol):
-    """A response and the scores recorded while generating it."""
-
-    @property
-    def response_ids(self) -> Sequence[int]:
-        """Token ids."""
-
-    @property
-    def logprobs_nats(self) -> Sequence[float]:
-        """Score of each, in nats."""
-
-    @property
-    def weight_version_label(self) -> str:
-        """Label that the engine attached."""
-
-    @property
-    def settings(self) -> Mapping[str, float]:
-        """Sampling settings as sent."""
-
-
-class Rescored(Protocol):
-    """Prefill scores of a saved response."""
-
-    @property
-    def response_ids(self) -> Sequence[int]:
-        """Token ids as the engine returned them."""
-
-    @property
-    def logprobs_nats(self) -> Sequence[float]:
-        """Score of each, in nats."""
-
-    @property
-    def cached_tokens(self) -> int:
-        """Prompt tokens taken from the prefix cache; -1 where the engine does not say."""
-
-
-class Decoded(Protocol):
-    """Scores by teacher-forced decode, or why there are none."""
-
-    @property
-    def scoring(self) -> Rescored | None:
-        """The scores, None where the engine cannot."""
-
-    @property
-    def how(self) -> str:
-        """Path that computed them."""
-
-    @property
-    def cannot(self) -> str:
-        """Why there are none."""
-
-
-class Flushed(Protocol):
-    """Answer to a flush."""
-
-    @property
-    def confirmed(self) -> bool:
-        """Whether the engine says that its prefix cache is empty."""
-
-    @property
-    def detail(self) -> str:
-        """Its words."""
-
-
-class RolloutWorker(Protocol):
-    """The part of an engine adapter that a capture needs."""
-
-    def generate(self, prompt_ids: Sequence[int], *, max_new_tokens: int, seed: int) -> Generated:
-        """Generate one response at temperature 1 without filters."""
-
-    def score(self, input_ids: Sequence[int], *, prompt_length: int) -> Rescored:
-        """Score a saved response by prefill."""
-
-    def flush(self) -> Flushed:
-        """Empty the prefix cache."""
-
-
-class DecodingWorker(RolloutWorker, Protocol):
-    """A worker that may be able to decode saved ids."""
-
-    def score_by_decode(self, input_ids: Sequence[int], *, prompt_length: int) -> Decoded:
-        """Score a saved response by teacher-forced incremental decode."""
-
-
-class BatchWorker(RolloutWorker, Protocol):
-    """A worker that takes several samples in one call."""
-
-    def generate_batch(
-        self, prompts: Sequence[Sequence[int]], *, max_new_tokens: int, seed: int
-    ) -> Sequence[Generated]:
-        """Generate for several prompts in one call; the seeds count up."""
-
-    def score_batch(self, items: Sequence[tuple[Sequence[int], int]]) -> Sequence[Rescored]:
-        """Score several saved responses, (ids, prompt length) each, in one call."""
-
-
-def capture_generation(
-    engine: RolloutWorker, prompt_ids: Sequence[int], *, max_new_tokens: int, seed: int, **fields: Any
-) -> ReplayRecord:
-    """Generate one response and keep exact ids and A.
-
-    Args:
-        engine: The rollout worker.
-        prompt_ids: Ids from the model's own tokenizer and chat template.
-        max_new_tokens: Limit of the response.
-        seed: Sampling seed.
-        **fields: Other fields of the record, such as `worker`, `record_id`, `model_revision`, `meta`.
-
-    Raises:
-        ScoreError: As many scores as ids did not come back, or one is not finite.
-    """
-    made = engine.generate(prompt_ids, max_new_tokens=max_new_tokens, seed=seed)
-    return _record_of(prompt_ids, made, {"seed": seed, "max_new_tokens": max_new_tokens}, fields)
-
-
-def capture_batch(
-    engine: BatchWorker,
-    prompts: Sequence[Sequence[int]],
-    *,
-    max_new_tokens: int,
-    seed: int,
-    names: Sequence[str],
-    **fields: Any,
-) -> list[ReplayRecord]:
-    """Generate for several prompts in one call; each record names the whole batch, whose company may change its scores.
-
-    Args:
-        engine: The rollout worker.
-        prompts: Ids of each prompt.
-        max_new_tokens: Limit of a response.
-        seed: Sampling seed of the first response; the next ones follow.
-        names: Record id of each, unique in the batch.
-        **fields: Other fields of the records.
-
-    Raises:
-        ScoreError: As many scores as ids did not come back, or one is not finite.
-    """
-    made = engine.generate_batch(prompts, max_new_tokens=max_new_tokens, seed=seed)
-    return [
-        _record_of(
-            prompt,
-            one,
-            {"seed": seed + index, "max_new_tokens": max_new_tokens},
-            {**fields, "record_id": names[index], "batch": tuple(names)},
-        )
-        for index, (prompt, one) in enumerate(zip(prompts, made, strict=True))
-    ]
-
-
-def capture_calls(
-    engine: RolloutWorker,
-    first_prompt: Sequence[int],
-    next_prompt: Callable[[Sequence[ReplayRecord]], Sequence[int] | None],
-    *,
-    max_new_tokens: int,
-    seed: int,
-    record_id: str,
-    **fields: Any,
-) -> list[ReplayRecord]:
-    """Record a conversation as the list of its model calls, each with the very ids that the call was given.
-
-    Args:
-        engine: The rollout worker.
-        first_prompt: Ids of the first call.
-        next_prompt: Given the calls so far, returns the ids of the next one (history, tool results, next turn), or None at
-            the end. They need not begin with the ids of the last call: templates drop and rewrite parts of a history.
-        max_new_tokens: Limit of each response.
-        seed: Sampling seed of the first call; the next ones follow.
-        record_id: Name of the conversation; the calls are `NAME/0`, `NAME/1`, ….
-        **fields: Other fields of every record; a `call` is kept beside `conversation` and `index`.
-
-    Raises:
-        ScoreError: As many scores as ids did not come back, or one is not finite.
-    """
-    calls: list[ReplayRecord] = []
-    prompt: Sequence[int] | None = first_prompt
-    told = dict(fields.pop("call", {}))
-    while prompt is not None:
-        index = len(calls)
-        call = {**told, "conversation": record_id, "index": index}
-        name = f"{record_id}/{index}"
-        calls.append(
-            capture_generation(
-                engine,
-                prompt,
-                max_new_tokens=max_new_tokens,
-                seed=seed + index,
-                **{**fields, "record_id": name, "batch": (name,), "call": call},
-            )
-        )
-        prompt = next_prompt(calls)
-    return calls
-
-
-def _record_of(
-    prompt_ids: Sequence[int], made: Generated, settings: Mapping[str, int], fields: Mapping[str, Any]
-) -> ReplayRecord:
-    if not made.response_ids:
-        raise ScoreError("the worker generated no token", expected="1 or more", found=0, todo="use another prompt")
-    scores = checked_scores(made.logprobs_nats, label="A", count=len(made.response_ids))
-    return ReplayRecord(
-        input_ids=np.array([*prompt_ids, *made.response_ids], dtype=np.int64),
-        prompt_length=len(prompt_ids),
-        scores={A: scores},
-        sampling={**made.settings, **settings},
-        **{"versions": {"old": made.weight_version_label}, **fields},
-    )
+    from syncguard.replay.workers import BatchWorker, DecodingWorker, Rescored, RolloutWorker
 
 
 def replay_on_worker(

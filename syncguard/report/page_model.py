@@ -9,7 +9,10 @@ import numpy as np
 from syncguard.errors import ExitCode
 from syncguard.replay.compare import Difference, compare_scores, objective_effect
 from syncguard.replay.diagnose import diagnose
+from syncguard.replay.evidence import ReplayEvidence
 from syncguard.replay.explain import ADVICE, Diagnosis, Kind
+from syncguard.replay.judge import judge_replay
+from syncguard.replay.policy import ReplayPolicy
 from syncguard.replay.record import A, b_key, c_key
 from syncguard.replay.run import summarize_run
 from syncguard.report import figures
@@ -194,6 +197,22 @@ def timeline_plot(steps: Sequence[Mapping[str, Any]]) -> str:
         np.array([float("nan") if limit is None else float(limit) for limit in limits]),
         [_first(step["replay"], "status") for step in measured],
     )
+
+
+def steps_of_records(records: Sequence[ReplayRecord]) -> list[dict[str, Any]]:
+    """Return one step per weight version that responses were carried to, judged over all of them, in the order given.
+
+    What the timeline shows where only records are at hand, without the verdicts of agents.
+    """
+    versions: dict[str, list[ReplayEvidence]] = {}
+    for record in records:
+        if record.at_one_state().passes("C", "new"):
+            versions.setdefault(record.versions.get("new", ""), []).append(ReplayEvidence.from_record(record))
+    rules = ReplayPolicy(require_warm=False)
+    return [
+        {"step": version or "no label", "replay": judge_replay(evidence, rules).as_dict()}
+        for version, evidence in versions.items()
+    ]
 
 
 def record_model(record: ReplayRecord, decode: Callable[[int], str] | None, *, first: bool) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from syncguard.report.page_model import (
     record_row,
     run_rows,
     step_model,
+    steps_of_records,
     timeline_plot,
 )
 
@@ -55,14 +56,15 @@ def render_report(
         decode: Text of a token id, where a tokenizer is at hand.
     """
     steps = [step_model(step) for step in verdicts]
+    measured = verdicts if any(step.get("replay") for step in verdicts) else steps_of_records(records)
     drawn = [record_model(one, decode, first=index == 0) for index, one in enumerate(records[:RECORDS_DRAWN])]
     index = [record_row(one, diagnose(one)) for one in records] if len(records) > 1 else []
     return _template().render(
         title=title,
         summary=_summary(steps, index or drawn),
         steps=steps,
-        timeline=timeline_plot(verdicts),
-        timeline_width=1040 if len(verdicts) > WIDE_FROM else 600,
+        timeline=timeline_plot(measured),
+        timeline_width=1040 if len(measured) > WIDE_FROM else 600,
         records=drawn,
         hidden_records=max(0, len(records) - RECORDS_DRAWN),
         record_index=index,

@@ -22,7 +22,8 @@ from syncguard.engines.local import LocalEngine, LocalWorker
 from syncguard.errors import RecordError, UsageError
 from syncguard.replay import A, Kind, ScoreKey, b_key, load_many, response_scores_from_logits, save_many
 from syncguard.replay import diagnose as diagnose_records
-from syncguard.replay.capture import capture_generation, decode_on_worker, replay_on_worker, score_with_trainer
+from syncguard.replay.capture import decode_on_worker, replay_on_worker, score_with_trainer
+from syncguard.replay.generate import capture_generation
 from syncguard.replay.packing import packed
 from syncguard.replay.trainer import response_logits, trainer_forward
 

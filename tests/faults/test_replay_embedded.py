@@ -13,7 +13,8 @@ import torch
 from syncguard.engines.faults import Fault, FaultKind, FaultPlan
 from syncguard.engines.local import LocalEngine, LocalWorker
 from syncguard.replay import A, Kind, ReplayEvidence, ReplayStatus, ScoreKey, c_key, diagnose, judge_replay
-from syncguard.replay.capture import capture_generation, replay_on_worker, score_with_trainer
+from syncguard.replay.capture import replay_on_worker, score_with_trainer
+from syncguard.replay.generate import capture_generation
 from syncguard.replay.trainer import gradient_forward, trainer_forward
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "engines"))

@@ -6,15 +6,8 @@ import pytest
 from syncguard.engines.base import FlushResult, Generation, Scoring
 from syncguard.errors import EngineError, RecordError, ScoreError, UnsupportedError
 from syncguard.replay import A, b_key, c_key, diagnose
-from syncguard.replay.capture import (
-    capture_batch,
-    capture_calls,
-    capture_generation,
-    decode_on_worker,
-    replay_batch,
-    replay_on_worker,
-    score_with_trainer,
-)
+from syncguard.replay.capture import decode_on_worker, replay_batch, replay_on_worker, score_with_trainer
+from syncguard.replay.generate import capture_batch, capture_calls, capture_generation
 
 
 @dataclass

@@ -1,5 +1,6 @@
 import re
 import sys
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -8,7 +9,7 @@ import pytest
 
 from syncguard.replay import ReplayEvidence, ReplayRecord, judge_replay
 from syncguard.report import render_report, verdict_page, write_report
-from syncguard.report.page_model import finding_row, map_model, step_model, tone_of
+from syncguard.report.page_model import finding_row, map_model, step_model, steps_of_records, tone_of
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
 from lookalikes import make_record
@@ -157,6 +158,17 @@ def test_a_timeline_is_drawn_once_two_updates_were_replayed():
     assert "Replay across updates" not in render_report([blocked_step()], [], "x")
     assert "Replay across updates" in render_report([blocked_step()] * 2, [], "x")
     assert "Replay across updates" in render_report([blocked_step()] * 9, [], "x")
+
+
+def test_records_alone_give_a_timeline_of_the_versions_that_they_were_carried_to():
+    def carried(version: int, case: str, seed: int):
+        return replace(make_record(case, seed), versions={"old": f"run@{version - 1}", "new": f"run@{version}"})
+
+    records = [carried(1, "clean update", 1), carried(1, "clean update", 2), carried(2, "stale weights", 3)]
+    steps = steps_of_records([*records, make_record("clean", 1)])
+    assert [(step["step"], step["replay"]["status"]) for step in steps] == [("run@1", "PASS"), ("run@2", "FAIL")]
+    assert "Replay across updates" in render_report([], records, "x")
+    assert "Replay across updates" not in render_report([], records[:2], "x")
 
 
 def test_an_empty_report_says_so():
