@@ -56,10 +56,10 @@ QUANTIZED: dict[str, tuple[str, ...]] = {
     "mxfp4-trtllm": ("gpt-oss",),
     "mxfp4-marlin": ("gpt-oss",),
     "awq": ("llama", "qwen3"),
-    "awq-marlin": ("qwen3",),
-    "gptq-marlin": ("llama", "qwen3"),
+    "awq-marlin": ("qwen3", "qwen3-moe"),
+    "gptq-marlin": ("llama", "qwen3", "qwen3-moe"),
     "gptq-8-marlin": ("qwen3",),
-    "ct-wna16": ("llama", "qwen3"),
+    "ct-wna16": ("llama", "qwen3", "qwen3-moe"),
     "ct-wna16-channel": ("qwen3",),
     "ct-wna16-asymmetric": ("qwen3",),
 }

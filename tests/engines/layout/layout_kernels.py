@@ -65,6 +65,11 @@ def awq_marlin_repack(qweight, size_k, size_n, num_bits):
     return reference.marlin_weights(values, size_k, size_n, num_bits, reference.get_weight_perm(num_bits))
 
 
+def awq_marlin_moe_repack(qweight, perm, size_k, size_n, num_bits):
+    del perm
+    return torch.stack([awq_marlin_repack(expert, size_k, size_n, num_bits) for expert in qweight])
+
+
 def shuffled_row_indices(rows: int, epilogue_tile_m: int) -> torch.Tensor:
     row_map = BLOCK_32_ROWS if epilogue_tile_m % 128 == 0 else BLOCK_16_ROWS
     size = len(row_map)

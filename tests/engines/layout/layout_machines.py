@@ -93,10 +93,8 @@ class Machine:
                     enter(mock.patch.object(modelopt_quant, name, new=object()))
             for name, module in list(sys.modules.items()):
                 if name.rpartition(".")[2] in REPACKING:
-                    enter(
-                        mock.patch.object(module, "gptq_marlin_repack", layout_kernels.gptq_marlin_repack, create=True)
-                    )
-                    enter(mock.patch.object(module, "awq_marlin_repack", layout_kernels.awq_marlin_repack, create=True))
+                    for kernel in ("gptq_marlin_repack", "awq_marlin_repack", "awq_marlin_moe_repack"):
+                        enter(mock.patch.object(module, kernel, getattr(layout_kernels, kernel), create=True))
             yield
 
 

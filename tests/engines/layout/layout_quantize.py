@@ -100,10 +100,13 @@ def awq(name: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:
 def gptq(name: str, weight: torch.Tensor, bits: int = 4) -> dict[str, torch.Tensor]:
     """GPTQ: words of inputs, `qweight` `[K / per, N]`; constant zero points and g_idx are left out, no engine holds them."""
     module, (outputs, inputs) = name.removesuffix(".weight"), weight.shape
-    return {
+    tensors = {
         f"{module}.qweight": _words(name, inputs * bits // 32, outputs),
         f"{module}.scales": _scales(name, inputs // GROUP, outputs).to(torch.float16),
     }
+    if ".experts." in module:  # experts keep their zero points, although no kernel reads them
+        tensors[f"{module}.qzeros"] = _words(f"{name}0", inputs // GROUP, outputs * bits // 32)
+    return tensors
 
 
 def pack_quantized(name: str, weight: torch.Tensor, group: int = GROUP) -> dict[str, torch.Tensor]:
@@ -271,13 +274,13 @@ SCHEMES = {
     "mxfp4-trtllm": Scheme("MXFP4, TRT-LLM", mxfp4, MXFP4, BLACKWELL_MXFP4, _fused_experts, {}, casts=BIAS),
     "mxfp4-marlin": Scheme("MXFP4, Marlin", mxfp4, MXFP4, HOPPER_MARLIN, _fused_experts, {}, casts=BIAS),
     "awq": Scheme("AWQ", awq, AWQ, AWQ_PLAIN, dtype="float16"),
-    "awq-marlin": Scheme("AWQ, Marlin", awq, AWQ, HOPPER_MARLIN, dtype="float16"),
-    "gptq-marlin": Scheme("GPTQ, Marlin", gptq, GPTQ, HOPPER_MARLIN, dtype="float16"),
+    "awq-marlin": Scheme("AWQ, Marlin", awq, AWQ, HOPPER, dtype="float16"),
+    "gptq-marlin": Scheme("GPTQ, Marlin", gptq, GPTQ, HOPPER, dtype="float16"),
     "gptq-8-marlin": Scheme(
         "GPTQ 8 bits, Marlin",
         lambda name, weight: gptq(name, weight, 8),
         GPTQ | {"bits": 8},
-        HOPPER_MARLIN,
+        HOPPER,
         dtype="float16",
     ),
     "ct-wna16": Scheme(
