@@ -10,6 +10,7 @@ Seen with SGLang 0.5.23, whose `load_weights` an update calls on the live model 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cache
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -139,7 +140,7 @@ class _Follower(TorchDispatchMode):  # type: ignore[misc] # torch may be absent 
             return
         if storage_id(result) in self._storages and not name.startswith("aten::empty"):
             return  # a view
-        made = Contents(_strided(result))
+        view = _strided(result)
         whole = tuple(result.shape)
         if name in {"aten::clone", "aten::_to_copy", "aten::contiguous"}:
             pieces = self._trace(args[0], result.dtype)
@@ -151,9 +152,9 @@ class _Follower(TorchDispatchMode):  # type: ignore[misc] # torch may be absent 
             pieces = []
         else:
             pieces = [Piece.constant(whole, UNKNOWN)]
-        made.pieces = []
+        made = Contents(view)
         if prod(whole):
-            made.write(made.view, pieces)
+            made.write(view, pieces)
         self._known(result).tensors = [made]
 
     def _joined(self, name: str, args: Any, result: torch.Tensor) -> list[Piece]:
@@ -234,13 +235,22 @@ def _fills_zero(args: Any) -> bool:
 
 def _written(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
     found: list[torch.Tensor] = []
-    for index, argument in enumerate(func._schema.arguments):  # noqa: SLF001 - as above
-        if argument.alias_info is None or not argument.alias_info.is_write:
-            continue
-        value = args[index] if index < len(args) else kwargs.get(argument.name)
+    for index, name in _writes(func):
+        value = args[index] if index < len(args) else kwargs.get(name)
         values = value if isinstance(value, (list, tuple)) else [value]
         found += [item for item in values if isinstance(item, torch.Tensor)]
     return found
+
+
+@cache
+def _writes(func: Any) -> tuple[tuple[int, str], ...]:
+    """Return place and name of the arguments that an operation writes to, from its own schema."""
+    arguments = func._schema.arguments  # noqa: SLF001 - the operation's own description
+    return tuple(
+        (index, argument.name)
+        for index, argument in enumerate(arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    )
 
 
 def _strided(tensor: torch.Tensor) -> Strided:

@@ -47,6 +47,10 @@ CHANNELWISE = frozenset(
 """Quantization methods of experts with one scale for each output row."""
 
 
+UNDER_ONE_SCALE = frozenset({"Fp8MoEMethod", "CompressedTensorsFusedMoEMethod/CompressedTensorsW8A8Fp8MoE/tensor"})
+"""Quantization methods of experts with one scale for all of w13."""
+
+
 @dataclass(frozen=True, slots=True)
 class Slot:
     """A local expert slot.
@@ -177,7 +181,7 @@ def under_one_scale(view: LayerView) -> bool:
     """Return whether w13 and w2 of an expert have one fp8 scale each (FP8:2624-2735)."""
     method = view.attr("quant_method")
     blocks = getattr(method, "block_quant", False) or getattr(method, "use_mxfp8", False)
-    return method_name(view) == "Fp8MoEMethod" and not blocks
+    return method_name(view) in UNDER_ONE_SCALE and not blocks
 
 
 def _fused_under_one_scale(view: LayerView, inner: Span) -> None:

@@ -8,7 +8,7 @@ shows only in the replay. Nothing is guessed: what was not followed has no piece
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import product
 from math import prod
 from typing import TYPE_CHECKING, Final
@@ -100,17 +100,25 @@ class Piece:
             rest = kept
 
 
-@dataclass(slots=True)
 class Contents:
     """A tensor of some storage and where its elements came from; what no piece covers was never written.
 
+    Pieces are disjoint. Those that are one index deep in the first dimension (an expert of a fused tensor) are kept by it,
+    so that writing one of hundreds does not look at the others.
+
     Attributes:
         view: Where it lies in its storage; dense, in any order of dimensions.
-        pieces: Disjoint.
     """
 
-    view: Strided
-    pieces: list[Piece] = field(default_factory=list)
+    __slots__ = ("_count", "_places", "view")
+
+    def __init__(self, view: Strided, pieces: Iterable[Piece] = ()) -> None:
+        """Start with given pieces, disjoint."""
+        self.view = view
+        self._places: dict[int, list[Piece]] = {}
+        self._count = 0
+        for piece in pieces:
+            self._add(piece)
 
     @classmethod
     def of_checkpoint(cls, fqn: str, shape: tuple[int, ...]) -> Contents:
@@ -118,6 +126,11 @@ class Contents:
         strides = row_major(shape)
         view = Strided(0, shape, strides)
         return cls(view, [Piece(Box.whole(shape), fqn, 0, strides)] if prod(shape) else [])
+
+    @property
+    def pieces(self) -> list[Piece]:
+        """Every piece."""
+        return [piece for held in self._places.values() for piece in held]
 
     def holds(self, offset: int) -> bool:
         """Return whether an element of the storage lies in this tensor's extent."""
@@ -131,7 +144,7 @@ class Contents:
         """
         found: list[Piece] = []
         for block in blocks_of(view, self.view):
-            for piece in self.pieces:
+            for piece in self._near(block.parent_box):
                 inner = piece.within(block.parent_box)
                 if inner is None:
                     continue
@@ -142,7 +155,7 @@ class Contents:
                         sizes[dim] = inner.box.sizes[axis]
                         strides[dim] = inner.strides[axis]
                 found.append(Piece(Box(tuple(offsets), tuple(sizes)), piece.source, inner.offset, tuple(strides)))
-            _bounded(found)
+            _bounded(len(found))
         return found
 
     def write(self, view: Strided, pieces: Iterable[Piece]) -> None:
@@ -156,7 +169,7 @@ class Contents:
             raise UnfollowedError(msg)
         given = list(pieces)
         for block in blocks_of(view, self.view):
-            self.pieces = [part for piece in self.pieces for part in piece.outside(block.parent_box)]
+            self._clear(block.parent_box)
             for piece in given:
                 inner = piece.within(Box(block.origin, block.sizes))
                 if inner is None:
@@ -168,8 +181,37 @@ class Contents:
                         offsets[axis] += inner.box.offsets[dim] - block.origin[dim]
                         sizes[axis] = inner.box.sizes[dim]
                         strides[axis] = inner.strides[dim]
-                self.pieces.append(Piece(Box(tuple(offsets), tuple(sizes)), piece.source, inner.offset, tuple(strides)))
-            _bounded(self.pieces)
+                self._add(Piece(Box(tuple(offsets), tuple(sizes)), piece.source, inner.offset, tuple(strides)))
+            _bounded(self._count)
+
+    def _add(self, piece: Piece) -> None:
+        self._places.setdefault(_place(piece.box), []).append(piece)
+        self._count += 1
+
+    def _near(self, box: Box) -> list[Piece]:
+        place = _place(box)
+        if place == _DEEP:
+            return self.pieces
+        return [*self._places.get(place, ()), *self._places.get(_DEEP, ())]
+
+    def _clear(self, box: Box) -> None:
+        place = _place(box)
+        for key in list(self._places) if place == _DEEP else (place, _DEEP):
+            before = self._places.pop(key, None)
+            if before is None:
+                continue
+            self._count -= len(before)
+            for piece in before:
+                for part in piece.outside(box):
+                    self._add(part)
+
+
+_DEEP: Final = -1
+"""Key of pieces that are more than one index deep in the first dimension."""
+
+
+def _place(box: Box) -> int:
+    return box.offsets[0] if box.sizes and box.sizes[0] == 1 else _DEEP
 
 
 @dataclass(frozen=True, slots=True)
@@ -358,7 +400,7 @@ def _runs(size: int, extent: int, start: int) -> list[tuple[int, int]]:
     return runs
 
 
-def _bounded(pieces: list[Piece]) -> None:
-    if len(pieces) > PIECES_MAX:
+def _bounded(count: int) -> None:
+    if count > PIECES_MAX:
         msg = f"a tensor in more than {PIECES_MAX} pieces"
         raise UnfollowedError(msg)

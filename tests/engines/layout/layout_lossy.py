@@ -63,7 +63,7 @@ class LossyRank(Rank):
         place = "sglang.srt.layers.quantization"
         with super().as_on_cuda(), ExitStack() as stack:
             stack.enter_context(mock.patch(f"{place}.fp8.cutlass_fp8_supported", return_value=self.cutlass))
-            for module in ("utils", "fp8"):
+            for module in ("utils", "fp8", "compressed_tensors.schemes.compressed_tensors_w8a8_fp8_moe"):
                 stack.enter_context(mock.patch(f"{place}.{module}.scaled_fp8_quant", scaled_fp8_quant))
             stack.enter_context(mock.patch(f"{place}.fp8.per_token_group_quant_fp8", per_token_group_quant_fp8))
             yield
@@ -94,7 +94,7 @@ def _compressed_tensor() -> dict[str, Any]:
             "group_0": {
                 "targets": ["Linear"],
                 "weights": {**part, "dynamic": False},
-                "input_activations": {**part, "strategy": "token", "dynamic": True},
+                "input_activations": {**part, "dynamic": True},
             }
         },
         "ignore": ["lm_head", "re:.*mlp.gate$"],
@@ -172,6 +172,6 @@ LOSSY = [
     for split in (Split(), Split(tp=2))
 ] + [
     LossyCell("qwen3-moe", form, split)
-    for form in ("requantized", "online-row", "online-tensor")
+    for form in ("requantized", "ct-tensor", "online-row", "online-tensor")
     for split in (Split(tp=2), Split(tp=2, ep=2))
 ]
