@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Annotated, Any, Final
 
 import typer
+import xxhash
 
 from syncguard.cli.engines import ADDRESS_HELP, load_trainer, open_engine
 from syncguard.cli.output import console, print_json, progress_bar
@@ -20,6 +21,15 @@ from syncguard.replay import ReplayRecord, load_many, save_many
 from syncguard.replay.capture import decode_on_worker, replay_batch, score_with_trainer
 from syncguard.replay.generate import capture_batch, capture_calls
 
+_TOKENIZER_FILES: Final = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+    "chat_template.jinja",
+)
 _EXPERT: Final = re.compile(r"\.mlp\.experts\.(\d+)\.")
 
 
@@ -90,8 +100,8 @@ def capture(
     meta = {"num_experts": experts} if experts else {}
     fields = {
         "worker": facts.identity,
-        "tokenizer_revision": str(tokenizer or ""),
-        "model_revision": str(trainer or ""),
+        "tokenizer_revision": _revision(tokenizer, _TOKENIZER_FILES),
+        "model_revision": _revision(trainer, ("config.json", "model.safetensors.index.json")),
         "meta": meta,
     }
     count = len(known) or len(prompts) * (1 + len(turns))
@@ -211,6 +221,18 @@ def _scored(
         return score_with_trainer(scored, gradient_forward(model), state.value, path="G", passes=1, on_pass=advance)
     finally:
         model.eval()
+
+
+def _revision(folder: Path | None, names: Sequence[str]) -> str:
+    """Return `NAME@xxh3-…` of a folder's files: what a record was tokenized and scored with, wherever the folder lay."""
+    if folder is None:
+        return ""
+    state = xxhash.xxh3_64()
+    for name in names:
+        if (folder / name).is_file():
+            state.update(f"{name}:".encode())
+            state.update((folder / name).read_bytes())
+    return f"{folder.resolve().name}@xxh3-{state.hexdigest()}"
 
 
 def _prompts(ids: list[str], texts: list[str], folder: Path | None, *, chat: bool) -> list[list[int]]:

@@ -239,3 +239,43 @@ def test_the_responses_that_would_show_a_stale_worker_are_kept_and_the_others_ar
     assert not (tmp_path / "none").exists()
     with pytest.raises(UsageError, match="telling"):
         run("diagnose", tmp_path / "r", "--keep-telling", 5)
+
+
+@pytest.fixture
+def tokenizer_folder(tmp_path):
+    """A real tokenizer of whole words, with a chat template."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = ["[UNK]", "<user>", "<end>", "<assistant>", *(f"w{i}" for i in range(100))]
+    raw = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="[UNK]"))
+    raw.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    fast = PreTrainedTokenizerFast(tokenizer_object=raw, unk_token="[UNK]", additional_special_tokens=words[1:4])
+    fast.chat_template = (
+        "{% for message in messages %}<user> {{ message['content'] }} <end> {% endfor %}"
+        "{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
+    fast.save_pretrained(tmp_path / "tokenizer")
+    return tmp_path / "tokenizer"
+
+
+def test_text_prompts_go_through_the_models_own_tokenizer_and_template(checkpoint, tokenizer_folder, tmp_path):
+    arguments = ("--engine", f"embedded:{checkpoint}", "--tokenizer", tokenizer_folder, "--max-new-tokens", 8)
+    run("capture", "-o", tmp_path / "plain", *arguments, "--prompt", "w5 w6", "--prompt", "w7")
+    first, second = load_many(tmp_path / "plain")
+    assert first.input_ids[: first.prompt_length].tolist() == [9, 10]
+    assert second.input_ids[: second.prompt_length].tolist() == [11]
+    run("capture", "-o", tmp_path / "chat", *arguments, "--prompt", "w5 w6", "--chat")
+    (chat,) = load_many(tmp_path / "chat")
+    assert chat.input_ids[: chat.prompt_length].tolist() == [1, 9, 10, 2, 3]
+    assert chat.tokenizer_revision == first.tokenizer_revision
+    assert chat.tokenizer_revision.startswith("tokenizer@xxh3-")
+    (tokenizer_folder / "chat_template.jinja").write_text("{{ messages[0]['content'] }}")
+    run("capture", "-o", tmp_path / "other", *arguments, "--prompt", "w5 w6", "--chat")
+    (other,) = load_many(tmp_path / "other")
+    assert other.tokenizer_revision != chat.tokenizer_revision
+
+
+def test_a_text_prompt_without_a_tokenizer_is_refused(checkpoint, tmp_path):
+    with pytest.raises(UsageError, match="text prompt"):
+        run("capture", "-o", tmp_path / "r", "--engine", f"embedded:{checkpoint}", "--prompt", "hello")
