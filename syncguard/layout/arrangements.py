@@ -51,6 +51,14 @@ def shuffled_rows(rows: int, columns: int, *, gated: bool, bits: int = 8) -> Rea
     return Rearrange(2, digits, order, (rows, columns), bits, bits, bits)
 
 
+def blocked_rows(blocks: int, rows: int, width: int, *, gated: bool, bits: int = 16) -> Rearrange:
+    """Return the way back from `[blocks, rows, width]`: columns in blocks, rows as in `shuffled_rows` (`unquant.py`:1013-1040)."""
+    _multiple(rows, 32)
+    digits = (blocks, rows // 32, 2, 2, 8, width)
+    order = (3, 1, 4, 2, 0, 5) if gated else (1, 4, 2, 3, 0, 5)
+    return Rearrange(3, digits, order, (rows, blocks * width), bits, bits, bits)
+
+
 def shuffled_scales(rows: int, columns: int, *, gated: bool) -> Rearrange:
     """Return the way back from scales shuffled as `shuffled_rows` and then swizzled as `swizzled_scales`."""
     _multiple(rows, 128)

@@ -35,7 +35,7 @@ def inner_span(view: LayerView) -> Span:
     else:
         length = total // size
         start = rank * length
-    if not 0 < length <= part:
+    if not 0 <= length <= part:
         msg = f"{part} of {total} at rank {rank} of {size}"
         raise ValueError(msg)
     return Span(start, length, total, part - length)
@@ -52,7 +52,14 @@ def intermediate_size(view: LayerView) -> int | None:
 
 
 def bind_experts(
-    view: LayerView, w13: Stored | None, w2: Stored | None, leaf: str, inner: Span, blocks: tuple[int, int]
+    view: LayerView,
+    w13: Stored | None,
+    w2: Stored | None,
+    leaf: str,
+    inner: Span,
+    blocks: tuple[int, int],
+    *,
+    swapped: bool = False,
 ) -> None:
     """Claim gate, up and down of every slot.
 
@@ -63,11 +70,12 @@ def bind_experts(
         leaf: What the checkpoint calls them after the projection.
         inner: The part of the intermediate dimension.
         blocks: Outputs and inputs under one stored element.
+        swapped: Up stands before gate, whatever the method says.
     """
     names = view.family.experts
     hidden = int(view.attr("hidden_size_unpadded", 0) or view.attr("hidden_size"))
     held = Span(inner.start, inner.length, inner.total)
-    order = (names.up, names.gate) if up_first(view) else (names.gate, names.up)
+    order = (names.up, names.gate) if swapped or up_first(view) else (names.gate, names.up)
     rows, down = in_blocks(held, blocks[0]), in_blocks(Span.whole(hidden), blocks[0])
     across, below = in_blocks(Span.whole(hidden), blocks[1]), in_blocks(held, blocks[1])
     second = inner.held // blocks[0]

@@ -122,10 +122,18 @@ def _refuse_layouts(view: LayerView) -> None:
         raise ValueError(msg)
 
 
+def _form_name(view: LayerView) -> str:
+    name = method_name(view)
+    for flag in ("use_flashinfer_trtllm_moe", "use_triton_kernels"):
+        if name == "UnquantizedFusedMoEMethod" and view.attr(flag, False):
+            return f"{name}+{flag}"
+    return name
+
+
 @rule("FusedMoE")
 def fused(view: LayerView) -> None:
     """Per slot w13 is `[gate; up]` rows, w2 the down projection; both split over the moe_tp group (MOE:788-968)."""
-    packed = EXPERT_FORMS.get(method_name(view))
+    packed = EXPERT_FORMS.get(_form_name(view))
     if packed is not None:
         refuse_packed(view)
         packed(view)

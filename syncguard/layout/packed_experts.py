@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 NIBBLES = 8
 """4-bit values in a word."""
+UNREAD_ZEROS = "zero points of a symmetric scheme: no kernel reads them"
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +65,7 @@ def awq_experts(view: LayerView) -> None:
 
 @expert_form("GPTQMarlinMoEMethod/GPTQMarlinMoEScheme")
 def gptq_experts(view: LayerView) -> None:
-    """Words of inputs; constant zero points stay as they were loaded, and no kernel reads them (gptq_kernels.py:239-330)."""
+    """Words of inputs; constant zero points are kept in the dtype of scales, and no kernel reads them (gptq_kernels.py:239-330)."""
     config = _config(view)
     if config.desc_act:
         raise ValueError(SORTED_ROWS)
@@ -79,9 +80,8 @@ def gptq_experts(view: LayerView) -> None:
         msg = f"w2_scales has {groups} groups, of which a rank loads {inner.length // group}"
         raise ValueError(msg)
     _bind(view, scheme, inner)
-    per = WORD // bits
-    w13, w2 = (Stored(needed(view, f"{which}_qzeros"), rows_dim=1) for which in ("w13", "w2"))
-    bind_experts(view, w13, w2, "qzeros", inner, (per, group))
+    for which in ("w13", "w2"):
+        view.exempt(needed(view, f"{which}_qzeros"), UNREAD_ZEROS)
 
 
 @expert_form(

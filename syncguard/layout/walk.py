@@ -13,7 +13,18 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from syncguard.errors import DigestInputError
-from syncguard.layout import attention, experts, fp4, fp4_experts, linear, mxfp4_experts, packed, packed_experts, vocab
+from syncguard.layout import (
+    attention,
+    experts,
+    fp4,
+    fp4_experts,
+    linear,
+    moved_experts,
+    mxfp4_experts,
+    packed,
+    packed_experts,
+    vocab,
+)
 from syncguard.layout.families import UNKNOWN, Family, family_of
 from syncguard.layout.model import Exempt, RankIdentity, RankLayout, ResidentTensor, Role, Unbound
 from syncguard.layout.recording import Recording, apply_recording
@@ -23,7 +34,18 @@ from syncguard.spec import dtype_named
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-RULE_MODULES = (attention, experts, fp4, fp4_experts, linear, mxfp4_experts, packed, packed_experts, vocab)
+RULE_MODULES = (
+    attention,
+    experts,
+    fp4,
+    fp4_experts,
+    linear,
+    moved_experts,
+    mxfp4_experts,
+    packed,
+    packed_experts,
+    vocab,
+)
 """Imported for the rules that they register."""
 
 FOLLOWED = ("quant_method", "scheme", "kernel")

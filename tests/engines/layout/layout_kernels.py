@@ -112,6 +112,7 @@ def flashinfer() -> dict[str, ModuleType]:
     top.shuffle_matrix_sf_a = lambda x, tile: block_scale_interleave(x[shuffled_row_indices(x.shape[0], tile)])
     top.nvfp4_block_scale_interleave = block_scale_interleave
     core._maybe_get_cached_w3_w1_permute_indices = w3_w1_permute_indices
+    core.convert_to_block_layout = lambda x, width: x.view(x.shape[0], -1, width).permute(1, 0, 2).contiguous()
     core.get_w2_permute_indices_with_cache = w2_permute_indices
     return {"flashinfer": top, "flashinfer.fused_moe": fused, "flashinfer.fused_moe.core": core}
 

@@ -40,6 +40,7 @@ class Machine:
     platform: dict[str, bool] = field(default_factory=dict)
     fp4: str = ""
     xpu: bool = False
+    experts_as_on_gpu: bool = False
     server_args: dict[str, Any] = field(default_factory=dict)
 
     @contextmanager
@@ -71,6 +72,10 @@ class Machine:
 
             enter(mock.patch.object(awq, "_is_cuda", new=True))
             enter(mock.patch.object(marlin_utils, "get_device_capability", return_value=self.capability))
+            if self.experts_as_on_gpu:
+                from sglang.srt.layers.moe.fused_moe_triton import layer
+
+                enter(mock.patch.object(layer, "_is_cpu", new=False))
             if self.xpu:
                 from sglang.srt.layers.quantization import mxfp4
 
@@ -121,3 +126,9 @@ BLACKWELL_MXFP4 = Machine(
 )
 XPU = Machine((0, 0), xpu=True)
 AWQ_PLAIN = Machine((9, 0), server_args={"quantization": "awq"})
+BLACKWELL_BLOCKS = Machine(
+    (10, 0),
+    {"is_sm100": True, "is_blackwell": True},
+    server_args={"moe_runner_backend": "flashinfer_trtllm"},
+)
+TRITON_KERNELS = Machine(experts_as_on_gpu=True, server_args={"moe_runner_backend": "triton_kernel"})

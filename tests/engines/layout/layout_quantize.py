@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from layout_machines import (
     AWQ_PLAIN,
+    BLACKWELL_BLOCKS,
     BLACKWELL_CUTLASS,
     BLACKWELL_MXFP4,
     BLACKWELL_TRTLLM,
     HOPPER,
     HOPPER_MARLIN,
+    TRITON_KERNELS,
     XPU,
     Machine,
 )
@@ -100,13 +102,10 @@ def awq(name: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:
 def gptq(name: str, weight: torch.Tensor, bits: int = 4) -> dict[str, torch.Tensor]:
     """GPTQ: words of inputs, `qweight` `[K / per, N]`; constant zero points and g_idx are left out, no engine holds them."""
     module, (outputs, inputs) = name.removesuffix(".weight"), weight.shape
-    tensors = {
+    return {
         f"{module}.qweight": _words(name, inputs * bits // 32, outputs),
         f"{module}.scales": _scales(name, inputs // GROUP, outputs).to(torch.float16),
     }
-    if ".experts." in module:  # experts keep their zero points, although no kernel reads them
-        tensors[f"{module}.qzeros"] = _words(f"{name}0", inputs // GROUP, outputs * bits // 32)
-    return tensors
 
 
 def pack_quantized(name: str, weight: torch.Tensor, group: int = GROUP) -> dict[str, torch.Tensor]:
@@ -187,6 +186,11 @@ MXFP4 = {
     ],
 }
 
+
+def _as_it_is(name: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:
+    return {name: weight}
+
+
 NVFP4 = {
     "quant_method": "modelopt_fp4",
     "quant_algo": "NVFP4",
@@ -214,7 +218,8 @@ class Scheme:
     def export(self, folder: Path, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return the quantized tensors and add the scheme to the folder's config.json."""
         path = folder / "config.json"
-        path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": self.config}))
+        if self.config:
+            path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": self.config}))
         exported: dict[str, torch.Tensor] = {}
         for name, tensor in tensors.items():
             exported.update(self.quantize(name, tensor) if self.applies(name, tensor) else {name: tensor})
@@ -298,4 +303,6 @@ SCHEMES = {
         _pack_quantized_config(GROUP, symmetric=False),
         HOPPER_MARLIN,
     ),
+    "trtllm-blocks": Scheme("bfloat16, experts in TRT-LLM blocks", _as_it_is, {}, BLACKWELL_BLOCKS, sizes={}),
+    "triton-kernels": Scheme("bfloat16, experts turned for triton kernels", _as_it_is, {}, TRITON_KERNELS, sizes={}),
 }

@@ -21,7 +21,7 @@ def one_bit_flipped(tensor, generator):
     element = tensor.detach()
     for index in where:
         element = element[index]
-    raw = element.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[element.element_size()])
+    raw = element.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[element.element_size()])
     raw.bitwise_xor_(1)
     try:
         yield tuple(where)
