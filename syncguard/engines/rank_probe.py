@@ -94,6 +94,7 @@ class RankProbe:
         self.incarnation = secrets.token_hex(8)
         self._get_model = get_model
         self._record = record
+        self._recordings: dict[tuple[Any, ...], Recording] = {}
         self._version = probe_version()
         self._epoch = 0
         self._open_updates = 0
@@ -255,13 +256,30 @@ class RankProbe:
         bound = self._bound.get(settings)
         if bound is None:
             layout, tensors = walk_model(
-                model, rank=self.rank, architecture=type(model).__name__, record=self._record
+                model, rank=self.rank, architecture=type(model).__name__, record=self._recorder(settings)
             )
             bound = _bound(layout if layout.fingerprint else layout.sealed(), tensors)
             if len(self._bound) >= _LAYOUTS_KEPT:
                 self._bound.clear()
             self._bound[settings] = bound
         return bound
+
+    def _recorder(self, settings: tuple[Any, ...]) -> Callable[[Any], Recording] | None:
+        """Return the recorder, which runs once for each set of settings: what a loader does depends on no address.
+
+        A tensor of another shape than at the recording is unbound by the recording itself.
+        """
+        record = self._record
+        if record is None:
+            return None
+
+        def recorded(model: Any) -> Recording:
+            if settings not in self._recordings:
+                self._recordings.clear()
+                self._recordings[settings] = record(model)
+            return self._recordings[settings]
+
+        return recorded
 
     def _altered(self, bound: _Bound) -> tuple[str, ...]:
         """Return exempt tensors with other bytes than when they were first seen in this form.

@@ -17,6 +17,7 @@ from test_single_element_corruption import one_bit_flipped
 from torch import nn
 
 from syncguard.engines.loader_record import checkpoint_names, record_from_folder, record_loader
+from syncguard.engines.rank_probe import RankProbe
 from syncguard.layout.coverage import resident_problems
 from syncguard.layout.model import BindingSource, LogicalTensor, RankIdentity
 from syncguard.layout.ops import apply_ops
@@ -115,6 +116,22 @@ def test_recording_leaves_every_byte_and_every_place_of_the_live_model_as_they_w
         assert state[name].data_ptr() == place
         assert torch.equal(state[name], content)
     assert all(tensor.device.type == "cpu" for tensor in rank.model.state_dict().values())
+
+
+def test_the_loader_is_recorded_once_also_when_an_update_moves_the_storage():
+    model, calls = Loaded(lambda self, weights: self.weight.copy_(weights["w"])), []
+
+    def record(live):
+        calls.append(live)
+        return record_loader(live, {"w": LogicalTensor("w", "float32", (4, 3))})
+
+    probe = RankProbe(RankIdentity(), lambda: model, record=record)
+    first = probe.layout()
+    model.weight = nn.Parameter(model.weight.clone(), requires_grad=False)
+    assert probe.layout().bindings == first.bindings != ()
+    model.weight = nn.Parameter(torch.zeros(2, 3), requires_grad=False)
+    assert probe.layout().bindings == ()
+    assert len(calls) == 1
 
 
 class Loaded(nn.Module):
