@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import time
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+FLUSH_WAIT_S: Final = 10.0
 DIRECTORY_VARIABLE: Final = "SYNCGUARD_INSIDE_DIR"
 ACTION_PREFIX: Final = "syncguard-inside:"
 INSIDE_KEY: Final = "syncguard-inside"
@@ -201,11 +203,7 @@ def look_inside(
     with _client(base_url) as http:
         ask_ranks(http, InsideRequest("capture", tuple(modules), operator))
         try:
-            flushed = _post(http, "/flush_cache", {})
-            if flushed.status_code != httpx.codes.OK:
-                raise EngineError(
-                    "flush before a capture", expected="Cache flushed.", found=flushed.text, where=base_url
-                )
+            _flush(http)
             body = {
                 "input_ids": record.input_ids.tolist(),
                 "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
@@ -242,6 +240,20 @@ def forcing(http: httpx.Client, response_ids: Sequence[int], prompt_length: int)
 
 def _client(base_url: str) -> httpx.Client:
     return httpx.Client(base_url=base_url, timeout=300, trust_env=False)
+
+
+def _flush(http: httpx.Client) -> None:
+    """Empty the prefix cache; a server that has just answered, or answers a health check, refuses for a moment."""
+    deadline_s = time.monotonic() + FLUSH_WAIT_S
+    while True:
+        said = _post(http, "/flush_cache", {})
+        if said.status_code == httpx.codes.OK:
+            return
+        if time.monotonic() >= deadline_s:
+            raise EngineError(
+                "flush before a capture", expected="Cache flushed.", found=said.text, where=str(http.base_url)
+            )
+        time.sleep(0.1)
 
 
 def _post(http: httpx.Client, path: str, payload: dict[str, Any]) -> httpx.Response:

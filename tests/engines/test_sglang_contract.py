@@ -7,7 +7,7 @@ import pickle
 
 import pytest
 import torch
-from contract import EngineContract, Rig
+from contract import EngineContract, Rig, flushed
 from tiny_models import save_tiny_checkpoint
 
 pytestmark = pytest.mark.sglang
@@ -53,6 +53,7 @@ class TestSglangEngine(EngineContract):
         )
 
     def test_each_rank_counts_the_flush_that_it_did(self, rig: Rig):
+        flushed(rig.adapter)  # until it is idle
         before = {rank.rank: rank.flushes for rank in rig.adapter.status().ranks}
         assert rig.adapter.flush().confirmed
         after = {rank.rank: rank.flushes for rank in rig.adapter.status().ranks}
