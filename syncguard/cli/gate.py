@@ -8,6 +8,19 @@ from typing import Annotated
 
 import typer
 
+from syncguard.cli.daemon import (
+    Allowed,
+    AsJson,
+    HttpListen,
+    TlsAuthority,
+    TlsCertificate,
+    TlsKey,
+    TokenFiles,
+    serve_until_signalled,
+    server_access,
+    server_tls,
+    start_logging,
+)
 from syncguard.errors import SyncguardError
 
 
@@ -23,9 +36,7 @@ def gate(
     agents: Annotated[list[str], typer.Argument(metavar="HOST:PORT...", help="Addresses of the workers' agents.")],
     *,
     listen: Annotated[str, typer.Option(metavar="HOST:PORT", help="gRPC address.")] = "127.0.0.1:50050",
-    http_listen: Annotated[
-        str, typer.Option(metavar="HOST:PORT", help="/livez, /readyz, /metrics; the status page on loopback only.")
-    ] = "",
+    http_listen: HttpListen = "",
     mode: Annotated[ModeName, typer.Option(help="How many workers must be ready.")] = ModeName.ALL,
     quorum: Annotated[int, typer.Option(min=1, help="Workers needed with --mode quorum.")] = 1,
     deadline_s: Annotated[float, typer.Option(min=0.1, help="Seconds after a publication when waiting ends.")] = 600.0,
@@ -37,21 +48,15 @@ def gate(
     smg_worker: Annotated[
         list[str] | None, typer.Option(metavar="NAME=URL", help="The gateway's URL of a worker; needed with --smg-url.")
     ] = None,
-    tls_ca: Annotated[Path | None, typer.Option(help="CA of clients and agents; needed off loopback.")] = None,
-    tls_cert: Annotated[Path | None, typer.Option(help="The gate's certificate, as server and as client.")] = None,
-    tls_key: Annotated[Path | None, typer.Option(help="Its key.")] = None,
-    allow: Annotated[
-        list[str] | None,
-        typer.Option(metavar="NAME=ROLE", help="Role of a client certificate: observe, verify, admin."),
-    ] = None,
-    token_file: Annotated[
-        list[str] | None, typer.Option(metavar="ROLE=FILE", help="Bearer token of a client that gives a role.")
-    ] = None,
+    tls_ca: TlsAuthority = None,
+    tls_cert: TlsCertificate = None,
+    tls_key: TlsKey = None,
+    allow: Allowed = None,
+    token_file: TokenFiles = None,
     agent_token_file: Annotated[Path | None, typer.Option(help="Bearer token for the agents.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Log as JSON lines.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Gate a fleet: take publications, verify every worker, and tell who may serve, until SIGTERM or SIGINT."""
-    from syncguard.cli.agent import server_access, server_tls, start_logging, stop_on_signals
     from syncguard.digest import selftest
     from syncguard.gate.controller import Gate
     from syncguard.gate.readiness import GatePolicy, Mode
@@ -79,28 +84,19 @@ def gate(
     try:
         listening = GateListenOptions(listen, server_tls(tls_ca, tls_cert, tls_key), server_access(allow, token_file))
         server = GateServer(daemon, listening)
-        web = WebServer(http_listen, web_sources(fleet)) if http_listen else None
+        web = [WebServer(http_listen, web_sources(fleet))] if http_listen else []
     except SyncguardError:
         fleet.close()
         raise
-    stop = stop_on_signals()
-    daemon.start()
-    server.start()
-    if web is not None:
-        web.start()
-    say(
-        "serving",
-        address=server.address,
-        http=web.address if web is not None else "",
-        agents=len(agents),
-        known_answers=answers,
-        mode=mode.value,
+    serve_until_signalled(
+        say,
+        {
+            "address": server.address,
+            "http": web[0].address if web else "",
+            "agents": len(agents),
+            "known_answers": answers,
+            "mode": mode.value,
+        },
+        start=[daemon.start, server.start, *(each.start for each in web)],
+        stop=[server.stop, daemon.stop, *(each.stop for each in web), fleet.close],
     )
-    stop.wait()
-    say("stopping")
-    server.stop()
-    daemon.stop()
-    if web is not None:
-        web.stop()
-    fleet.close()
-    say("stopped")

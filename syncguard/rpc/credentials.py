@@ -79,8 +79,13 @@ def _pem(path: Path) -> bytes:
     return data
 
 
-def read_secret(path: Path) -> str:
+def read_secret(path: Path, *, what: str = "a secret", least: int = TOKEN_BYTES_MIN) -> str:
     """Return a secret from a file, without the white space around it.
+
+    Args:
+        path: The file.
+        what: What it is, for the error.
+        least: Fewest characters; fewer than a token has only for secrets that others chose.
 
     Raises:
         UsageError: It cannot be read, or is too short to be a secret.
@@ -88,9 +93,9 @@ def read_secret(path: Path) -> str:
     try:
         text = path.read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
-        raise UsageError("cannot read a secret", found=type(error).__name__, where=path) from error
-    if len(text) < TOKEN_BYTES_MIN:
-        raise UsageError("secret too short", expected=f"{TOKEN_BYTES_MIN} characters or more", where=path)
+        raise UsageError(f"cannot read {what}", found=type(error).__name__, where=path) from error
+    if len(text) < least:
+        raise UsageError(f"{what} is too short", expected=f"{least} characters or more", where=path)
     return text
 
 
@@ -140,6 +145,27 @@ class Access:
                 # Every token is compared, in constant time, so that timing tells nothing about which came close.
                 roles += [role for known, role in self.by_token.items() if hmac.compare_digest(known, given)]
         return max(roles)
+
+
+def access_of(names: Sequence[str], token_files: Sequence[str]) -> Access | None:
+    """Return the roles that a daemon was told, None where it was told none.
+
+    Args:
+        names: `NAME=ROLE` of client certificates.
+        token_files: `ROLE=FILE` of bearer tokens.
+
+    Raises:
+        UsageError: An unknown role, or a token that cannot be read.
+    """
+    if not names and not token_files:
+        return None
+    tokens = {}
+    for text in token_files:
+        role, equals, path = text.partition("=")
+        if not equals:
+            raise UsageError("token file", expected="ROLE=FILE", found=repr(text))
+        tokens[read_secret(Path(path))] = Role.named(role)
+    return Access.of(names=names, tokens=tokens)
 
 
 def is_loopback(address: str) -> bool:

@@ -42,6 +42,11 @@ HARMLESS = {
 }
 
 
+SHAPES = ({"tp": 1}, {"tp": 2, "graphs": True}, {"tp": 4}, {"tp": 2, "sparse": True})
+ORDER = (0, 1, 3, 0, 1, 2, 0, 3)
+"""Which shape each update is of; four ranks cost four times one."""
+
+
 @dataclass
 class Tally:
     """What happened."""
@@ -261,13 +266,14 @@ def soak(clean: int, faulty: int, seed: int, folder: Path, *, say=lambda _text: 
     tallies = []
     for count, with_fault in ((clean, False), (faulty, True)):
         tally = Tally()
-        shapes = ({"tp": 1}, {"tp": 2, "graphs": True}, {"tp": 4}, {"tp": 2, "sparse": True}) if count else ()
-        rigs = [Rig(folder / f"{with_fault}-{n}", seed + n, **shape) for n, shape in enumerate(shapes)]
+        rigs = [Rig(folder / f"{with_fault}-{n}", seed + n, **shape) for n, shape in enumerate(SHAPES) if count]
+        turns = [0] * len(rigs)
         began_s, said = time.monotonic(), 0
         for number in range(count):
-            rig = rigs[number % len(rigs)]
-            kinds = kinds_for(rig)
-            one_update(rig, tally, kinds[(number // len(rigs)) % len(kinds)] if with_fault else None)
+            chosen = ORDER[number % len(ORDER)]
+            rig, kinds = rigs[chosen], kinds_for(rigs[chosen])
+            one_update(rig, tally, kinds[turns[chosen] % len(kinds)] if with_fault else None)
+            turns[chosen] += 1
             if len(tally.notes) > said:
                 say("\n".join(tally.notes[said:]))
                 said = len(tally.notes)

@@ -7,6 +7,7 @@ the next piece of a push that is still under way.
 
 from __future__ import annotations
 
+import contextlib
 import random
 from collections import Counter, deque
 from pathlib import Path
@@ -20,6 +21,7 @@ from syncguard.agent.journal import Journal
 from syncguard.agent.settings import AgentConfig
 from syncguard.agent.verify import VerifyRequest
 from syncguard.engines.local import LocalEngine, LocalWorker
+from syncguard.errors import EngineError
 from syncguard.export.stream import ManifestBuilder
 from syncguard.manifest.verdict import ReadinessState
 from syncguard.replay import ReplayPolicy, c_key, response_scores_from_logits
@@ -211,13 +213,24 @@ class Rig:
             self.false_ready.append(f"{readiness.weight_version} {readiness.reason}")
 
     def mend(self, request: VerifyRequest) -> None:
-        """Bring a worker that is not READY to the newest version, so that the next update starts from a verified state."""
+        """Bring a worker that is not READY to the newest version, so that the next update starts from a verified state.
+
+        A second push mends what a push writes; the rest (padding, moved storage, an open session) needs a restart.
+        """
         self.worker.faults.armed.clear()
         self.pending.clear()
-        self.worker.restart()
-        self.agent.announce(self.version)
-        self.worker.push(list(self.exports[str(self.version)].items()), label=str(self.version))
-        self.agent.verify(request)
+        items = list(self.exports[str(self.version)].items())
+        for restart in (False, True):
+            if restart:
+                self.worker.restart()
+            self.did("mended by a restart" if restart else "mended by a second push")
+            self.agent.announce(self.version)
+            with contextlib.suppress(EngineError):
+                self.worker.push(items, label=str(self.version))
+                self.agent.verify(request)
+            if self.agent.state.phase is Phase.READY:
+                return
+        raise SystemExit(f"cannot be mended: {self.agent.state}")
 
 
 def resident_tensors(worker: LocalWorker) -> dict[str, torch.Tensor]:
