@@ -97,6 +97,8 @@ def linear_form(view: LayerView) -> Callable[[LayerView, LinearPieces], None]:
         ValueError: There is no form for it.
     """
     name = method_name(view)
+    if name == "Fp8LinearMethod" and getattr(view.attr("quant_method"), "use_mxfp8", False):
+        name += "+use_mxfp8"
     found = LINEAR_FORMS.get(name)
     if found is None:
         msg = f"no form for quantization method {name}"
@@ -229,11 +231,8 @@ def fp8(view: LayerView, pieces: LinearPieces) -> None:
     """
     refuse_packed(view)
     method = view.attr("quant_method")
-    if getattr(method, "use_mxfp8", False) or getattr(method, "convert_mxfp8_to_block", False):
-        msg = "mxfp8: scales are swizzled copies"
-        raise ValueError(msg)
     if getattr(method, "use_marlin", False):
-        msg = "fp8 repacked for Marlin: no published inverse"
+        msg = "fp8 repacked for Marlin: scales are rounded to the dtype of activations, the exported ones are not held"
         raise ValueError(msg)
     if getattr(method, "block_quant", False):
         _fp8_block(view, pieces, "weight_scale_inv", block_of(method))
@@ -280,7 +279,7 @@ def _fp8_block(view: LayerView, pieces: LinearPieces, local: str, block: tuple[i
         raise ValueError(msg)
     if getattr(view.live[scale.name], "format_ue8m0", False):
         # DeepGEMM's packed form: four exponents of one row in an int32 (FU:2285-2340). Equal to what was sent only if
-        # the trainer sends it so; a checkpoint with float32 scales was requantized, and then the dtypes differ.
+        # the trainer sends it so; float32 scales were requantized, which the exporter repeats (`export.forms`).
         if scale.dtype != "int32":
             msg = f"UE8M0 scales as {scale.dtype}"
             raise ValueError(msg)

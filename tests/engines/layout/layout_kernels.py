@@ -94,12 +94,12 @@ def w2_permute_indices(cache, weight, epilogue_tile_m, num_elts_per_sf=None, is_
 
 
 def block_scale_interleave(scale):
-    """Tiles of 128 rows and 4 columns: row r of a tile goes to 16-byte line r % 32, quarter r // 32."""
-    rows, columns = scale.shape
-    out = torch.empty(rows * columns, dtype=torch.uint8)
+    """Tiles of 128 rows and 4 columns, padded with zeros: row r of a tile goes to 16-byte line r % 32, quarter r // 32."""
+    rows, columns = -(-scale.shape[0] // 128) * 128, -(-scale.shape[1] // 4) * 4
+    out = torch.zeros(rows * columns, dtype=torch.uint8)
     flat = scale.view(torch.uint8)
-    for row in range(rows):
-        for column in range(columns):
+    for row in range(scale.shape[0]):
+        for column in range(scale.shape[1]):
             tile = (row // 128) * (columns // 4) + column // 4
             out[tile * 512 + row % 32 * 16 + row % 128 // 32 * 4 + column % 4] = flat[row, column]
     return out
@@ -109,7 +109,8 @@ def flashinfer() -> dict[str, ModuleType]:
     """The parts of FlashInfer that SGLang's post-processing takes, as modules to put into `sys.modules`."""
     top, fused, core = ModuleType("flashinfer"), ModuleType("flashinfer.fused_moe"), ModuleType("core")
     top.shuffle_matrix_a = lambda x, tile: x[shuffled_row_indices(x.shape[0], tile)]
-    top.shuffle_matrix_sf_a = lambda x, tile: block_scale_interleave(x[shuffled_row_indices(x.shape[0], tile)])
+    top.block_scale_interleave = block_scale_interleave
+    top.shuffle_matrix_sf_a = lambda x, tile, **_: block_scale_interleave(x[shuffled_row_indices(x.shape[0], tile)])
     top.nvfp4_block_scale_interleave = block_scale_interleave
     core._maybe_get_cached_w3_w1_permute_indices = w3_w1_permute_indices
     core.convert_to_block_layout = lambda x, width: x.view(x.shape[0], -1, width).permute(1, 0, 2).contiguous()

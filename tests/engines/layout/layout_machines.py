@@ -39,6 +39,7 @@ class Machine:
     capability: tuple[int, int] = (9, 0)
     platform: dict[str, bool] = field(default_factory=dict)
     fp4: str = ""
+    mxfp8: str = ""
     xpu: bool = False
     experts_as_on_gpu: bool = False
     server_args: dict[str, Any] = field(default_factory=dict)
@@ -72,6 +73,11 @@ class Machine:
 
             enter(mock.patch.object(awq, "_is_cuda", new=True))
             enter(mock.patch.object(marlin_utils, "get_device_capability", return_value=self.capability))
+            if self.mxfp8:
+                from sglang.srt.layers.quantization import fp8, fp8_utils
+
+                backend = fp8_utils.Mxfp8DenseGemmBackend(self.mxfp8)
+                enter(mock.patch.object(fp8, "resolve_mxfp8_dense_gemm_backend", return_value=backend))
             if self.experts_as_on_gpu:
                 from sglang.srt.layers.moe.fused_moe_triton import layer
 
@@ -132,3 +138,5 @@ BLACKWELL_BLOCKS = Machine(
     server_args={"moe_runner_backend": "flashinfer_trtllm"},
 )
 TRITON_KERNELS = Machine(experts_as_on_gpu=True, server_args={"moe_runner_backend": "triton_kernel"})
+BLACKWELL_MXFP8 = Machine((10, 0), {"is_sm100": True, "is_blackwell": True}, mxfp8="flashinfer_cutlass")
+BLACKWELL_MXFP8_TRTLLM = Machine((10, 0), {"is_sm100": True, "is_blackwell": True}, mxfp8="flashinfer_trtllm")

@@ -12,6 +12,8 @@ from layout_machines import (
     BLACKWELL_BLOCKS,
     BLACKWELL_CUTLASS,
     BLACKWELL_MXFP4,
+    BLACKWELL_MXFP8,
+    BLACKWELL_MXFP8_TRTLLM,
     BLACKWELL_TRTLLM,
     HOPPER,
     HOPPER_MARLIN,
@@ -187,6 +189,19 @@ MXFP4 = {
 }
 
 
+def mxfp8(name: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:
+    """e4m3 values and an e8m0 byte for each 32 inputs, `weight_scale_inv`."""
+    generator = torch.Generator().manual_seed(sum(name.encode()))
+    outputs, inputs = weight.shape
+    return {
+        name: weight.to(torch.float8_e4m3fn),
+        f"{name}_scale_inv": torch.randint(1, 255, (outputs, inputs // 32), dtype=torch.uint8, generator=generator),
+    }
+
+
+MXFP8 = {"quant_method": "mxfp8", "activation_scheme": "dynamic", "weight_block_size": [1, 32]}
+
+
 def _as_it_is(name: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:
     return {name: weight}
 
@@ -305,4 +320,6 @@ SCHEMES = {
     ),
     "trtllm-blocks": Scheme("bfloat16, experts in TRT-LLM blocks", _as_it_is, {}, BLACKWELL_BLOCKS, sizes={}),
     "triton-kernels": Scheme("bfloat16, experts turned for triton kernels", _as_it_is, {}, TRITON_KERNELS, sizes={}),
+    "mxfp8": Scheme("MXFP8, CUTLASS", mxfp8, MXFP8, BLACKWELL_MXFP8, sizes={"intermediate_size": 128}),
+    "mxfp8-trtllm": Scheme("MXFP8, TRT-LLM", mxfp8, MXFP8, BLACKWELL_MXFP8_TRTLLM),
 }
