@@ -22,6 +22,7 @@ from syncguard.replay.inside import (
     InsideReport,
     RoutingGap,
     compare_routers,
+    find_growth,
     join_ranks,
     locate,
 )
@@ -103,6 +104,9 @@ def inside(
     floor: Annotated[
         float, typer.Option(min=0, help="Relative error that rounding explains; 0 takes that of the dtype.")
     ] = 0.0,
+    point: Annotated[
+        list[str] | None, typer.Option(help="Look at this point only, such as model.layers.7; repeatable, in order.")
+    ] = None,
     at_once: Annotated[int, typer.Option(min=3, help="Most points of one pass over all layers.")] = 8,
     save_operator: Annotated[
         Path | None, typer.Option(help="Keep the input and output of the operator at which the sides part.")
@@ -130,14 +134,11 @@ def inside(
             step = 0.2 + 0.8 / (_PASSES + 1)
             progress.update(bar, description=found.reason[:60], advance=step if found.end else 0.5)
 
-        reports = locate(
-            side,
-            lambda names: trainer_points(model, one, names),
-            side.points,
-            floor=allowed,
-            at_once=at_once,
-            on_pass=told,
-        )
+        trained = lambda names: trainer_points(model, one, names)  # noqa: E731 - the other side of the search
+        if point:
+            reports = [find_growth(side(point), trained(point), point, floor=allowed)]
+        else:
+            reports = locate(side, trained, side.points, floor=allowed, at_once=at_once, on_pass=told)
         end = reports[-1].end
         own = None
         if end is not None and _replayable(end):

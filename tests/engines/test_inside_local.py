@@ -125,6 +125,18 @@ def test_the_terminal_names_the_interval_and_what_the_operator_does_by_itself(fo
     assert ("routing" in result.stdout) == (kind == "qwen3_moe")
 
 
+def test_chosen_points_are_looked_at_and_no_others(folder, saved, kind):
+    trainer = trainer_with(folder, kind, "model.layers.7.self_attn.o_proj.weight", 1.01)
+    points = ("--point", "model.layers.3", "--point", "model.layers.9")
+    found = json.loads(
+        run(saved, "--engine", f"embedded:{folder / 'engine'}", "--trainer", trainer, *points, "--json").stdout
+    )
+    assert [[one["name"] for one in each["points"]] for each in found["passes"]] == [
+        ["model.layers.3", "model.layers.9"]
+    ]
+    assert (found["start"], found["end"], found["exit_code"]) == ("model.layers.3", "model.layers.9", 10)
+
+
 def test_a_router_that_differs_shows_in_the_expert_ids(tmp_path):
     folder = tmp_path
     save_tiny_checkpoint(folder / "engine", "qwen3_moe", num_hidden_layers=LAYERS)
