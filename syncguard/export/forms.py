@@ -63,6 +63,8 @@ class ResidentForms:
         self._waiting: dict[str, set[str]] = {}
         self._used: dict[str, list[Box | None]] = {}
         self._kept: dict[str, Any] = {}
+        self._silent: set[str] = set()
+        self._scale_of = _packed_scales(forms)
         self.lossy: set[str] = set()
         self.notes: Counter[str] = Counter()
         for name in forms:
@@ -79,26 +81,44 @@ class ResidentForms:
     def concerns(self, name: str, dtype: str) -> bool:
         """Return whether a tensor of this name and dtype is held in another form than it is exported in."""
         fused = name.endswith(FUSED) and name not in self._dtypes
-        return name in self._waiting or fused or self._dtypes.get(name, dtype) != dtype
+        return name in self._waiting or fused or self._in_pair(name) or self._dtypes.get(name, dtype) != dtype
 
     def offer(self, name: str, tensor: Any, dtype: str) -> list[Formed]:
         """Take an exported tensor and return what can be hashed now: itself, cast, computed, or nothing yet.
 
+        What waits for others is never lost: `rest` gives it back when they do not come.
+
         Raises:
             ManifestError: There is no published cast or quantization from its dtype.
         """
+        made = self._offered(name, tensor, dtype)
+        self._silent.add(name)
+        self._silent -= {formed.name for formed in made}
+        return made
+
+    def rest(self) -> list[Formed]:
+        """Return what still waits for tensors that did not come, as it was exported; to be asked when all were offered.
+
+        No worker can be proven to hold it, since a form of it was not computed. Left out, nobody would miss it.
+        """
+        left = sorted(name for name in self._kept if name in self._silent)
+        return [Formed(name, made := self._kept.pop(name), str(made.dtype).removeprefix("torch.")) for name in left]
+
+    def _offered(self, name: str, tensor: Any, dtype: str) -> list[Formed]:
         parts = self._split(name, tensor)
         if parts:
             self.notes["tensors of all experts split"] += 1
             return [formed for part, view in parts for formed in self.offer(part, view, dtype)]
         if not self.concerns(name, dtype):
             return [Formed(name, tensor, dtype)]
+        if self._in_pair(name):
+            return self._paired(name, tensor, dtype)
         ready: list[Formed] = []
         held = name in self._dtypes
         if held:
             ready.append(self._cast(name, tensor, dtype))
         if name not in self._waiting:
-            return ready
+            return ready or [Formed(name, tensor, dtype)]
         live = as_torch(tensor, dtype)
         if not held and not self._all_used(name, tuple(live.shape)):
             ready.append(Formed(name, tensor, dtype))
@@ -108,6 +128,29 @@ class ResidentForms:
             if all(source.fqn in self._kept for source in recipe.sources):
                 ready.append(self._computed(computed, recipe))
         return ready
+
+    def _in_pair(self, name: str) -> bool:
+        return name in self._scale_of or name == self._scale_of.get(name.rpartition("_scale")[0])
+
+    def _paired(self, name: str, tensor: Any, dtype: str) -> list[Formed]:
+        """Wait for both values and scales where workers hold scales packed for DeepGEMM; requantize what is not so yet."""
+        from syncguard.export.quantize import ue8m0
+
+        live = as_torch(tensor, dtype)
+        values = name if name in self._scale_of else name.rpartition("_scale")[0]
+        scale = self._scale_of[values]
+        self._kept[name] = live
+        if values not in self._kept or scale not in self._kept:
+            return []
+        pair = self._kept.pop(values), self._kept.pop(scale)
+        if str(pair[1].dtype) == "torch.int32":
+            return [Formed(fqn, live, str(live.dtype)[6:]) for fqn, live in zip((values, scale), pair, strict=True)]
+        self.notes["requantized to UE8M0 scales"] += 1
+        self.lossy |= {values, scale}
+        return [
+            Formed(fqn, made, str(made.dtype).removeprefix("torch."), lossy=True)
+            for fqn, made in zip((values, scale), ue8m0(*pair, values), strict=True)
+        ]
 
     def _split(self, name: str, tensor: Any) -> list[tuple[str, Any]]:
         """Return one view an expert of a tensor that holds all of them, where workers are known to hold them apart.
@@ -171,6 +214,16 @@ class ResidentForms:
             return True
         whole = {box for box in boxes if box is not None and box.inside(shape)}
         return covers(shape, whole)
+
+
+def _packed_scales(forms: Mapping[str, str]) -> dict[str, str]:
+    """Return values → scales of what workers hold as fp8 with packed UE8M0 scales."""
+    found = {}
+    for scale, dtype in forms.items():
+        values, _, leaf = scale.rpartition("_scale")
+        if dtype == "int32" and leaf in {"", "_inv"} and forms.get(values) == "float8_e4m3fn":
+            found[values] = scale
+    return found
 
 
 def _shown(recipe: Recipe) -> tuple[SourceBox, ...]:

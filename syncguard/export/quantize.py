@@ -57,6 +57,52 @@ def computed(recipe: Recipe, sources: Sequence[torch.Tensor], name: str) -> torc
     return _FUNCTIONS[recipe.function, recipe.output](given, name)
 
 
+UE8M0_BLOCK: Final = 128
+"""Rows and columns of values under one scale, the only size that DeepGEMM's form has."""
+
+
+def ue8m0(values: torch.Tensor, scale: torch.Tensor, name: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return block-quantized fp8 under scales that are powers of two, packed as DeepGEMM reads them.
+
+    To bfloat16, then anew under `2^ceil(log2(amax / 448))` a block; four exponents of one row in an int32, zeros behind.
+    Source: `requant_weight_ue8m0` (`layers/quantization/fp8_utils.py` 0.5.23:2184-2420).
+
+    Args:
+        values: fp8 values `[N, K]`.
+        scale: float32 scales `[ceil(N / 128), ceil(K / 128)]`.
+        name: Of the values, for errors.
+
+    Returns:
+        Values `[N, K]` and packed scales int32 `[N, ceil(K / 512)]`.
+
+    Raises:
+        ManifestError: Other dtypes or shapes.
+    """
+    block = UE8M0_BLOCK
+    rows, columns = (int(n) for n in values.shape) if values.dim() == 2 else (0, 0)  # noqa: PLR2004 - a matrix
+    down, across = -(-rows // block), -(-columns // block)
+    if values.dtype is not FP8 or scale.dtype is not torch.float32 or tuple(scale.shape) != (down, across) or not rows:
+        raise ManifestError(
+            "block-quantized values",
+            expected=f"float8_e4m3fn [N, K] with float32 scales of blocks of {block}",
+            found=f"{values.dtype} {tuple(values.shape)} with {scale.dtype} {tuple(scale.shape)}",
+            where=name,
+        )
+    spread = scale.repeat_interleave(block, dim=0).repeat_interleave(block, dim=1)[:rows, :columns]
+    wide = torch.zeros((down * block, across * block), dtype=torch.bfloat16, device=values.device)
+    wide[:rows, :columns] = (values.float() * spread).to(torch.bfloat16)
+    blocks = wide.view(down, block, across, block)
+    amax = blocks.abs().float().amax(dim=(1, 3), keepdim=True).clamp(1e-4)
+    bits = (amax / FP8_MAX).view(torch.int32)
+    exponent = (((bits >> 23) & 0xFF) + ((bits & 0x7FFFFF) != 0).to(torch.int32)).clamp(1, 254)
+    power = (exponent << 23).view(torch.float32)
+    made = (blocks.float() * (1.0 / power)).to(FP8).view(down * block, across * block)[:rows, :columns].contiguous()
+    by_row = exponent.view(down, across).to(torch.uint8).repeat_interleave(block, dim=0)[:rows]
+    packed = torch.zeros((rows, -(-across // 4) * 4), dtype=torch.uint8, device=values.device)
+    packed[:, :across] = by_row
+    return made, packed.view(torch.int32)
+
+
 def cast(tensor: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Tensor:
     """Return a tensor in the dtype that the engine holds, rounded to nearest even where it does not fit.
 

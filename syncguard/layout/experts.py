@@ -223,10 +223,13 @@ def scale_form(view: LayerView) -> tuple[tuple[int, int], str]:
     if name in {"", "UnquantizedFusedMoEMethod"}:
         return (1, 1), ""
     if name == "Fp8MoEMethod" and getattr(method, "block_quant", False) and not getattr(method, "use_mxfp8", False):
-        if any(getattr(view.attr(f"{w}_weight_scale_inv"), "format_ue8m0", False) for w in ("w13", "w2")):
-            msg = "UE8M0 scales of experts"
+        scales = [view.attr(f"{w}_weight_scale_inv") for w in ("w13", "w2")]
+        if not any(getattr(scale, "format_ue8m0", False) for scale in scales):
+            return block_of(method), "weight_scale_inv"
+        if any(str(getattr(scale, "dtype", "")).removeprefix("torch.") != "int32" for scale in scales):
+            msg = "UE8M0 scales of experts that are not packed"
             raise ValueError(msg)
-        return block_of(method), "weight_scale_inv"
+        return (1, 4 * block_of(method)[1]), "weight_scale_inv"  # as the linear layers': four exponents of one row
     if name in CHANNELWISE:
         return (1, 0), "weight_scale"
     msg = f"no form for quantization method {name}"
