@@ -34,6 +34,8 @@ class ProbeOp(str, Enum):
     STATUS = "status"
     LAYOUT = "layout"
     OBSERVE = "observe"
+    COLLECT = "collect"
+    """What later pipeline stages said to the request of a nonce."""
     SCRUB = "scrub"
 
 
@@ -44,6 +46,7 @@ class ProbeRequest:
     Attributes:
         op: What is asked.
         key_seed_hex: Key seed for `observe` and `scrub`, in hex.
+        nonce: Random name of the request, under which later pipeline stages leave their answers.
         known_layouts: Fingerprints of the layouts that the agent has kept; a rank does not send one of these again.
         turn: Turn of a `scrub`.
         budget_bytes: Bytes that each rank digests in a `scrub`.
@@ -52,6 +55,7 @@ class ProbeRequest:
 
     op: ProbeOp
     key_seed_hex: str = ""
+    nonce: str = ""
     known_layouts: tuple[str, ...] = ()
     turn: int = 0
     budget_bytes: int = 0

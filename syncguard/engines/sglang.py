@@ -20,10 +20,9 @@ from syncguard.engines.probe_wire import (
     ProbeAnswer,
     ProbeOp,
     ProbeRequest,
-    decode_answer,
-    encode_request,
     unpack_observation,
 )
+from syncguard.engines.sglang_channel import ProbeChannel
 from syncguard.engines.sglang_inside import forcing
 from syncguard.errors import EngineError, ScoreError, UnreachableError, UnsupportedError
 from syncguard.layout.model import RankLayout
@@ -32,7 +31,6 @@ from syncguard.manifest.model import RankObservation
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-ANSWER_KEY: Final = "syncguard"
 RESPONSE_LIMIT_BYTES: Final = 1 << 30
 _FLUSH_AGAIN_S: Final = 0.1
 SETTINGS: Final[dict[str, float]] = {
@@ -333,36 +331,11 @@ class SglangEngine:
         return ids, scores
 
     def _ask(self, request: ProbeRequest) -> tuple[list[ProbeAnswer], int]:
-        """Return every rank's answer, and how many ranks there should be by their own group sizes."""
-        response = self._send("POST", "/weights_checker", {"action": encode_request(request)}, accept_errors=True)
-        body = self._decoded(response)
-        message = str(body.get("message", ""))
-        if not body.get("success") and "Unsupported action" in message:
-            raise UnsupportedError(
-                "in-rank probe of syncguard",
-                expected="our plugin in every rank",
-                found="an SGLang without it",
-                where=self._url,
-                todo="install syncguard in the engine's environment and let SGLANG_PLUGINS, if set, name it",
-            )
-        if response.status_code != httpx.codes.OK or not body.get("success"):
-            raise EngineError(
-                f"probe request {request.op.value}",
-                expected="success",
-                found=f"HTTP {response.status_code} {message}".strip(),
-                where=self._url,
-                todo="see the engine's log",
-            )
-        expected = 0
-        # With DP attention every leader returns the whole list: equal texts are one answer of one rank.
-        answers: dict[str, ProbeAnswer] = {}
-        for index, rank in enumerate(body.get("ranks") or []):
-            for info in rank.get("parallelism_info") or []:
-                expected = max(expected, *(int(info.get(k) or 1) for k in ("size", "tp_size")))
-            for key, text in sorted(rank.get("checksums", {}).items()):
-                if (key == ANSWER_KEY or key.endswith(f".{ANSWER_KEY}")) and text not in answers:
-                    answers[text] = decode_answer(text, f"{self._url} rank {index}")
-        return list(answers.values()), expected
+        return ProbeChannel(self._post_check, self._url).ask(request)
+
+    def _post_check(self, payload: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+        response = self._send("POST", "/weights_checker", payload, accept_errors=True)
+        return response.status_code, self._decoded(response)
 
     def _get_json(self, path: str) -> dict[str, Any]:
         return self._decoded(self._send("GET", path, None))

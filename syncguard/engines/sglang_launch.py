@@ -99,6 +99,7 @@ def launch(
     *,
     log_path: Path,
     tp: int = 1,
+    pp: int = 1,
     dtype: str = "bfloat16",
     port: int | None = None,
     device: Device | None = None,
@@ -114,6 +115,7 @@ def launch(
         model_path: Hugging Face folder of the checkpoint; a tokenizer is not needed.
         log_path: File that receives the log of all processes; replaced.
         tp: Tensor-parallel ranks.
+        pp: Pipeline stages.
         dtype: Element type of the resident weights, as SGLang names it (`float32`, `bfloat16`).
         port: TCP port on 127.0.0.1; a free one by default.
         device: `cpu` or `cuda`; found out by default.
@@ -141,9 +143,10 @@ def launch(
         "-m",
         "sglang.launch_server",
         *_arguments(model_path, port, tp, dtype, device),
+        *(("--pp-size", str(pp)) if pp > 1 else ()),
         *extra_args,
     ]
-    environment = os.environ | _environment(device, tp, standins) | dict(env_extra or {})
+    environment = os.environ | _environment(device, tp * pp, standins) | dict(env_extra or {})
     started = time.monotonic()
     log_path.parent.mkdir(parents=True, exist_ok=True)
     with log_path.open("wb") as log:
@@ -213,7 +216,7 @@ def _arguments(model_path: Path, port: int, tp: int, dtype: str, device: Device)
     ]
 
 
-def _environment(device: Device, tp: int, standins: Path | None) -> dict[str, str]:
+def _environment(device: Device, ranks: int, standins: Path | None) -> dict[str, str]:
     if device == "cuda":
         return {}
     found = {"SGLANG_USE_CPU_ENGINE": "1"}
@@ -230,10 +233,10 @@ def _environment(device: Device, tp: int, standins: Path | None) -> dict[str, st
         found["PYTHONPATH"] = os.pathsep.join(filter(None, [str(standins), os.environ.get("PYTHONPATH")]))
     if standins is not None or importlib.util.find_spec(QWEN3_ONLY_PACKAGE) is not None:
         found["SGLANG_EXTERNAL_MODEL_PACKAGE"] = QWEN3_ONLY_PACKAGE
-    if tp > 1:
+    if ranks > 1:
         # One CPU list per rank; without it SGLang asserts that there is a NUMA node for each rank.
         cpus = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [*range(os.cpu_count() or 1)]
-        found["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(str(cpus[rank % len(cpus)]) for rank in range(tp))
+        found["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(str(cpus[rank % len(cpus)]) for rank in range(ranks))
     return found
 
 

@@ -31,6 +31,7 @@ from syncguard.engines.probe_wire import (
 )
 from syncguard.engines.rank_probe import RankProbe
 from syncguard.engines.sglang_graphs import GRAPH_CALLS, CapturedGraphs
+from syncguard.engines.sglang_stages import ANSWER_KEY, StageBoard
 from syncguard.errors import SyncguardError, UnsupportedError
 from syncguard.layout.model import RankIdentity
 
@@ -41,7 +42,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-ANSWER_KEY: Final = "syncguard"
 CHECKER: Final = "sglang.srt.utils.weight_checker.WeightChecker.handle"
 MANAGER: Final = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
 SCHEDULER: Final = "sglang.srt.managers.scheduler.Scheduler"
@@ -190,15 +190,20 @@ def answer(probe: RankProbe, action: str) -> ProbeAnswer:
         return ProbeAnswer(error=error.as_dict())
     except Exception as error:  # raised, it would leave the other ranks waiting in the gather
         logger.exception("syncguard probe failed")
-        return ProbeAnswer(
-            error={
-                "code": "ENGINE",
-                "what": "in-rank probe failed",
-                "found": f"{type(error).__name__}: {error}",
-                "where": str(probe.rank),
-                "todo": "see the engine's log",
-            }
-        )
+        return failed(error, str(probe.rank))
+
+
+def failed(error: Exception, where: str) -> ProbeAnswer:
+    """Return the answer of a probe that met an error of the engine's."""
+    return ProbeAnswer(
+        error={
+            "code": "ENGINE",
+            "what": "in-rank probe failed",
+            "found": f"{type(error).__name__}: {error}",
+            "where": where,
+            "todo": "see the engine's log",
+        }
+    )
 
 
 def missing_targets(targets: Sequence[str]) -> tuple[str, ...]:
@@ -235,6 +240,7 @@ class ProbeHooks:
         self._probes = probes
         self._watched = tuple(watched)
         self._unwatched: tuple[str, ...] | None = None
+        self._board = StageBoard()
 
     def on_check(self, original: Any, checker: Any, action: str, *args: Any, **kwargs: Any) -> Any:
         """Answer our actions; let SGLang answer its own, counting those that write."""
@@ -245,12 +251,30 @@ class ProbeHooks:
         role = kwargs["role"]
         if self._unwatched is None:  # now every module is imported, so a call that is missing is missing for good
             self._unwatched = missing_targets(self._watched)
-        said = unwatched(self._unwatched) if self._unwatched else answer(self._probes.of(checker, role), action)
+        placement = checker._parallelism_info(role=role).model_dump()  # noqa: SLF001 - required field
         return {
-            "checksums": {ANSWER_KEY: encode_answer(said)},
+            "checksums": self._said(checker, role, action, placement),
             "per_gpu_checksum": "",
-            "parallelism_info": checker._parallelism_info(role=role).model_dump(),  # noqa: SLF001 - required field
+            "parallelism_info": placement,
         }
+
+    def _said(self, checker: Any, role: str, action: str, placement: dict[str, Any]) -> dict[str, str]:
+        """Return our entries of the reply: this rank's answer, or those that later stages left for the first one."""
+        collecting = action.startswith(f"{ACTION_PREFIX}{ProbeOp.COLLECT.value}:")
+        stage = int(placement.get("pp_rank") or 0)
+        try:
+            if collecting and not self._unwatched:
+                if stage or int(placement["tp_rank"]):
+                    return {}
+                return self._board.collect(decode_request(action).nonce, int(placement["size"]), role)
+            said = unwatched(self._unwatched) if self._unwatched else answer(self._probes.of(checker, role), action)
+            text = encode_answer(said)
+            if stage:
+                self._board.leave(decode_request(action).nonce, int(placement["rank"]), role, text)
+        except Exception as error:  # raised, it would leave the other ranks waiting in the gather
+            logger.exception("syncguard probe failed")
+            return {ANSWER_KEY: encode_answer(failed(error, str(placement)))}
+        return {ANSWER_KEY: text}
 
     def counted(self, original: Any, *args: Any, **kwargs: Any) -> Any:
         """Count one update, whether it returns or raises."""

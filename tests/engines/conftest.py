@@ -48,13 +48,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session")
 def serve(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Served]]:
     """Return a function that gives the server of a configuration, started at its first use."""
-    running: dict[tuple[str, str, int], Served] = {}
+    running: dict[tuple[str, str, int, int], Served] = {}
     with contextlib.ExitStack() as closing:
 
-        def get(kind: str = "qwen3", dtype: str = "float32", tp: int = 1) -> Served:
-            key = (kind, dtype, tp)
+        def get(kind: str = "qwen3", dtype: str = "float32", tp: int = 1, pp: int = 1) -> Served:
+            key = (kind, dtype, tp, pp)
             if key not in running:
-                folder = tmp_path_factory.mktemp(f"{kind}-{dtype}-{tp}")
+                folder = tmp_path_factory.mktemp(f"{kind}-{dtype}-{tp}-{pp}")
                 checkpoint = save_tiny_checkpoint(folder / "checkpoint", kind, seed=0, dtype=getattr(torch, dtype))
                 log_path = folder / "server.log"
                 inside = {DIRECTORY_VARIABLE: str(folder)} if dtype == "bfloat16" or kind != "qwen3" else {}
@@ -63,6 +63,7 @@ def serve(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Se
                     log_path=log_path,
                     dtype=dtype,
                     tp=tp,
+                    pp=pp,
                     standins=STANDINS,
                     env_extra=inside,
                     timeout_s=600,
