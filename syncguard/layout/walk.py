@@ -66,6 +66,8 @@ EMPTY_WHEN_UNUSED = frozenset(
     )
 )
 """Tensors of Marlin kernels that hold nothing without an activation order or zero points (`marlin_utils.py` 0.5.23:290)."""
+COMMUNICATORS = frozenset({"GroupCoordinator"})
+"""Process groups, whose tensors are what is sent between ranks (`distributed/parallel_state.py`, SGLang 0.5.23)."""
 _OPAQUE_NAMED = 32
 """Objects named as out of sight for one model; more would hide the first."""
 
@@ -244,7 +246,7 @@ def _out_of_sight(places: list[_Place], live: dict[str, Any]) -> Iterator[str]:
             opaque = hasattr(value, "__dict__") and not (
                 local in REGISTRIES or local in FOLLOWED or is_tensor(value) or is_module(value) or callable(value)
             )
-            if not opaque or id(value) in met:
+            if not opaque or id(value) in met or type(value).__name__ in COMMUNICATORS:
                 continue
             met.add(id(value))
             held = [

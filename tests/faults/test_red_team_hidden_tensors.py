@@ -98,6 +98,14 @@ def test_a_tensor_inside_an_object_that_is_not_followed_is_listed_as_out_of_sigh
     assert layout.uncovered == ("model.layers.0.mlp.dispatcher: 1 tensors inside a SimpleNamespace",)
 
 
+def test_buffers_of_a_process_group_are_no_weights_and_no_noise_in_every_verdict(model):
+    group = type("GroupCoordinator", (), {})()
+    group.buffer = torch.zeros(4)
+    model.model.layers[0].mlp.tp_group = group
+    layout, _ = seen_by(model)
+    assert layout.uncovered == ()
+
+
 def test_an_object_that_only_refers_to_weights_is_not_listed(model):
     model.model.layers[0].mlp.runner = SimpleNamespace(weight=model.model.layers[0].mlp.down_proj.weight)
     layout, _ = seen_by(model)
