@@ -97,7 +97,10 @@ def _refuse(view: LayerView) -> None:
         (view.tensor("gemm1_clamp_limit") is not None, "NVFP4 block scales rescaled to one alpha for a clamp limit"),
         (getattr(config, "use_per_token_activation", False), "NVFP4 experts with activation scales of each token"),
         (
-            not (marlin or method.enable_flashinfer_cutlass_moe or method.enable_flashinfer_trtllm_moe),
+            not (
+                marlin
+                or any(getattr(method, f"enable_flashinfer_{kernel}_moe", False) for kernel in ("cutlass", "trtllm"))
+            ),
             "NVFP4 experts of a backend that is neither CUTLASS, TRT-LLM nor Marlin",
         ),
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
@@ -45,6 +47,10 @@ def fp8(**attributes):
     return method("Fp8LinearMethod", **{"block_quant": False, "is_checkpoint_fp8_serialized": True} | attributes)
 
 
+def named(value):
+    return SimpleNamespace(value=value)
+
+
 VALUES = torch.zeros(256, 256, dtype=torch.float8_e4m3fn)
 SCALE = torch.ones(())
 PACKED = {"qweight": torch.zeros(32, 256, dtype=torch.int32), "scales": torch.zeros(2, 256)}
@@ -64,29 +70,99 @@ REFUSED = {
         "quantized on line from",
     ),
     "fp8 Marlin": (RowParallelLinear(fp8(use_marlin=True), {"weight": VALUES, "weight_scale": SCALE}), "Marlin"),
-    "mxfp8": (RowParallelLinear(fp8(block_quant=True, use_mxfp8=True), {"weight": VALUES}), "mxfp8"),
-    "AWQ": (RowParallelLinear(method("AWQLinearMethod"), PACKED), "AWQLinearMethod"),
-    "GPTQ Marlin": (RowParallelLinear(method("GPTQMarlinLinearMethod"), PACKED), "GPTQMarlinLinearMethod"),
-    "NVFP4": (RowParallelLinear(method("ModelOptFp4LinearMethod"), NVFP4), "ModelOptFp4LinearMethod"),
+    "mxfp8 for DeepGEMM": (
+        RowParallelLinear(
+            fp8(block_quant=True, use_mxfp8=True, convert_mxfp8_to_block=False, mxfp8_dense_backend=named("deep_gemm")),
+            {"weight": VALUES, "weight_scale_inv": torch.zeros(256, 8, dtype=torch.uint8)},
+        ),
+        "mxfp8 of backend deep_gemm",
+    ),
+    "mxfp8 converted to blocks of 128": (
+        RowParallelLinear(fp8(block_quant=True, use_mxfp8=True, convert_mxfp8_to_block=True), {"weight": VALUES}),
+        "requantized on load",
+    ),
+    "GPTQ with an activation order": (
+        RowParallelLinear(
+            method("GPTQMarlinLinearMethod", quant_config=SimpleNamespace(desc_act=True)),
+            PACKED,
+            scheme=method("GPTQMarlinLinearScheme"),
+        ),
+        "activation order",
+    ),
+    "compressed-tensors WNA16 with an activation order": (
+        RowParallelLinear(
+            method("CompressedTensorsLinearMethod"),
+            PACKED,
+            scheme=method("CompressedTensorsWNA16", strategy="group", has_g_idx=True),
+        ),
+        "activation order",
+    ),
+    "AWQ on another device": (
+        RowParallelLinear(method("AWQLinearMethod"), PACKED, scheme=method("AWQAscendLinearScheme")),
+        "AWQAscendLinearScheme",
+    ),
+    "NVFP4 prepared for bf16 activations": (
+        RowParallelLinear(method("ModelOptFp4LinearMethod", quant_mode="w4a16"), NVFP4),
+        "prepared for bf16 activations",
+    ),
+    "NVFP4 fused for SwiGLU": (
+        RowParallelLinear(
+            method("ModelOptFp4LinearMethod", quant_mode="w4a4"), NVFP4, weight_swiglu_interleaved=VALUES.clone()
+        ),
+        "the raw weight was freed",
+    ),
+    "NVFP4 weights alone (W4A16)": (
+        RowParallelLinear(method("ModelOptNvFp4A16LinearMethod"), NVFP4),
+        "A16LinearMethod",
+    ),
     "AMX packing": (
         RowParallelLinear(
             method("UnquantizedLinearMethod"), {"weight": torch.zeros(256, 256)}, use_intel_amx_backend=True
         ),
         "AMX",
     ),
-    "MXFP4 experts": (FusedMoE(method("Mxfp4MoEMethod")), "Mxfp4MoEMethod"),
+    "MXFP4 experts of triton_kernels": (
+        FusedMoE(method("Mxfp4MoEMethod", use_triton_kernels=True)),
+        "value layout of triton_kernels",
+    ),
+    "MXFP4 experts decoded to bfloat16": (
+        FusedMoE(method("Mxfp4MoEMethod", use_triton_kernels=False)),
+        "decoded to another dtype",
+    ),
     "fp8 per-tensor experts, scales of another form": (
         FusedMoE(method("Fp8MoEMethod", block_quant=False)),
         "not one scale an expert",
     ),
-    "NVFP4 experts": (FusedMoE(method("ModelOptNvFp4FusedMoEMethod")), "ModelOptNvFp4FusedMoEMethod"),
-    "experts turned for triton kernels": (
-        FusedMoE(method("UnquantizedFusedMoEMethod"), use_triton_kernels=True),
-        "use_triton_kernels",
+    "NVFP4 experts of CuTe DSL": (
+        FusedMoE(
+            method(
+                "ModelOptNvFp4FusedMoEMethod",
+                enable_flashinfer_cutlass_moe=False,
+                enable_flashinfer_trtllm_moe=False,
+                load_up_proj_weight_first=True,
+            )
+        ),
+        "neither CUTLASS, TRT-LLM nor Marlin",
     ),
-    "experts in flashinfer trtllm blocks": (
+    "NVFP4 experts rescaled for a clamp limit": (
+        FusedMoE(method("ModelOptNvFp4FusedMoEMethod"), gemm1_clamp_limit=torch.ones(2)),
+        "rescaled to one alpha",
+    ),
+    "NVFP4 experts of MegaMoE": (
+        FusedMoE(method("ModelOptNvFp4FusedMoEMethod"), _mega_moe_weights_built=True),
+        "MegaMoE",
+    ),
+    "compressed-tensors WNA16 experts with zero points": (
+        FusedMoE(
+            method("CompressedTensorsFusedMoEMethod"),
+            scheme=method("CompressedTensorsWNA16MoE", strategy="group", sym=False, actorder=None),
+            is_marlin_converted=True,
+        ),
+        "zero points",
+    ),
+    "experts in TRT-LLM blocks during an update": (
         FusedMoE(method("UnquantizedFusedMoEMethod"), use_flashinfer_trtllm_moe=True),
-        "use_flashinfer_trtllm_moe",
+        "an update is open",
     ),
 }
 
