@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
     from pathlib import Path
 
+    from syncguard.export.forms import Formed
     from syncguard.manifest.model import ManifestEntry
     from syncguard.spec import Box, WeightVersion
 
@@ -79,6 +80,7 @@ def export_checkpoint(
         done += sum(tensor.size_bytes for tensor in batch)
         if progress is not None:
             progress(done / total)
+    entries.update((left.name, _entry_of_form(left, key_seed=key_seed)) for left in formed.rest())
     told = stated_changes(
         entries, changed=changed, previous=previous, key_seed=key_seed, exported=tensors, lossy=formed.lossy
     )
@@ -219,10 +221,14 @@ def _digest_formed(batch: Sequence[StoredTensor], formed: ResidentForms, key_see
     files = {path: MappedFile(path) for path in {tensor.path for tensor in batch}}
     for tensor in batch:
         for made in formed.offer(tensor.fqn, files[tensor.path].raw(tensor), tensor.dtype.name):
-            dtype, shape = dtype_named(made.dtype), tuple(int(n) for n in made.tensor.shape)
-            jobs = digest_jobs(made.name, made.tensor, dtype, shape, ())
-            partials = engine_for("cpu").partials(jobs, key_seed=key_seed)
-            yield entry_of(made.name, dtype, shape, (), partials, key_seed=key_seed)
+            yield _entry_of_form(made, key_seed=key_seed)
+
+
+def _entry_of_form(made: Formed, *, key_seed: bytes) -> ManifestEntry:
+    dtype, shape = dtype_named(made.dtype), tuple(int(n) for n in made.tensor.shape)
+    jobs = digest_jobs(made.name, made.tensor, dtype, shape, ())
+    partials = engine_for("cpu").partials(jobs, key_seed=key_seed)
+    return entry_of(made.name, dtype, shape, (), partials, key_seed=key_seed)
 
 
 def _digest(

@@ -54,7 +54,11 @@ def computed(recipe: Recipe, sources: Sequence[torch.Tensor], name: str) -> torc
         ManifestError: A source does not have the dtype or form that the recipe needs.
     """
     given = [_loaded(source, recipe.dtype, name) for source in sources]
-    return _FUNCTIONS[recipe.function, recipe.output](given, name)
+    try:
+        return _FUNCTIONS[recipe.function, recipe.output](given, name)
+    except (IndexError, RuntimeError, TypeError) as error:
+        forms = ", ".join(f"{source.dtype} {tuple(source.shape)}" for source in given)
+        raise ManifestError("sources of a computed form", expected=recipe.function, found=forms, where=name) from error
 
 
 UE8M0_BLOCK: Final = 128
@@ -107,7 +111,7 @@ def cast(tensor: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Tensor:
     """Return a tensor in the dtype that the engine holds, rounded to nearest even where it does not fit.
 
     Raises:
-        ManifestError: Not a cast between plain floating-point dtypes.
+        ManifestError: Not a cast between plain floating-point dtypes, or one that makes a finite value infinite.
     """
     if tensor.dtype is dtype:
         return tensor
@@ -119,7 +123,16 @@ def cast(tensor: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Tensor:
             where=name,
             todo="export the tensor in the form that the engine is sent",
         )
-    return tensor.to(dtype)
+    made = tensor.to(dtype)
+    if torch.finfo(dtype).max < torch.finfo(tensor.dtype).max and bool((made.isinf() & ~tensor.isinf()).any()):
+        raise ManifestError(
+            "a cast that overflows",
+            expected=f"values within {torch.finfo(dtype).max} of {dtype}",
+            found=f"up to {float(tensor[tensor.isfinite()].abs().max())}",
+            where=name,
+            todo="let the engine hold this tensor in the dtype of the export",
+        )
+    return made
 
 
 def _loaded(source: torch.Tensor, dtype: str, name: str) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from msgspec import structs
@@ -93,6 +94,8 @@ class ManifestBuilder:
         Raises:
             ManifestError: No tensor was added, or a name in `changed` was not.
         """
+        left = self._digested([(formed.name, formed.tensor, formed.dtype, ()) for formed in self._forms.rest()])
+        self._entries.update((entry.fqn, entry) for entry in left)
         if not self._entries:
             raise ManifestError("manifest of no tensor", expected="1 or more tensors", todo="add what is pushed")
         told = stated_changes(
@@ -136,6 +139,14 @@ class ManifestBuilder:
                 (formed.name, formed.tensor, formed.dtype, boxes if formed.name == name else ())
                 for formed in self._forms.offer(name, tensor, dtype.name)
             ]
+        twice = [fqn for fqn, times in Counter(item[0] for item in given).items() if times > 1 or fqn in self._entries]
+        if twice:
+            raise ManifestError(
+                "a name twice",
+                expected="each expert once, alone or in a tensor of all of them",
+                found=twice[0],
+                todo="export one of the two",
+            )
         made = self._digested(given)
         self._added |= names
         self._entries.update((entry.fqn, entry) for entry in made)

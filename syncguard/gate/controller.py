@@ -23,6 +23,7 @@ from syncguard.gate.admission import Admission
 from syncguard.gate.client import AgentClient, WorkerVerdict, unanswered
 from syncguard.gate.readiness import Action, Decision, FleetState, GatePolicy, WorkerState, decide
 from syncguard.gate.request import EncodedVerify
+from syncguard.layout.published import agreed_forms
 from syncguard.manifest.verdict import Readiness, ReadinessState, VerdictStatus
 from syncguard.replay import ReplayPolicy, ReplayRecord
 from syncguard.spec import WeightVersion
@@ -283,13 +284,9 @@ class Gate:
         """Return the dtype of every logical tensor that the workers hold, by its name, for `ManifestBuilder(forms=...)`.
 
         An exporter casts and quantizes by it what the engines hold in another form than it exports. Workers that hold one
-        tensor in two dtypes cannot both be right: the first one's is taken, and the others' verdicts say so.
+        tensor in two forms cannot both be right: what most hold is taken, and the others' verdicts say so.
         """
-        merged: dict[str, str] = {}
-        for found in self._pool.map(lambda client: client.forms(), self._clients.values()):
-            for fqn, dtype in found.items():
-                merged.setdefault(fqn, dtype)
-        return merged
+        return agreed_forms(list(self._pool.map(lambda client: client.forms(), self._clients.values())))
 
     def workers(self) -> tuple[WorkerState, ...]:
         """Return what is known of each worker."""

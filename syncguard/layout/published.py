@@ -13,6 +13,7 @@ closed; a name with another one is an ordinary name, which no exporter exports.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
@@ -20,7 +21,7 @@ from syncguard.errors import DigestInputError
 from syncguard.spec import Box, dtype_named
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
 MARK: Final = "#"
 """Stands between the name and the recipe; no checkpoint name has it."""
@@ -56,6 +57,8 @@ _NAME: Final = re.compile(
 )
 _SOURCE: Final = re.compile(r"(?P<fqn>[^\[\]; ]+)(?P<box>\[[0-9:, ]+\])?")
 NAME_LENGTH_MAX: Final = 1 << 20
+DIGITS_MAX: Final = 19
+"""Digits of an index; more fits no tensor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,9 +134,51 @@ def largest(scales: Sequence[str]) -> Recipe:
     return Recipe(MAX, "value", tuple(map(SourceBox, sorted(set(scales)))))
 
 
+def agreed_forms(workers: Sequence[Mapping[str, str]]) -> dict[str, str]:
+    """Return what most workers say of the forms that they hold, so that one that is wrong does not decide for the others.
+
+    Of a tensor's dtypes the one that most hold is taken; with as many for another one, none, and it stays as exported.
+    Where some hold a tensor only in a computed form and others only as it is, the larger side counts, in a tie the plain
+    one. What is left out shows in the verdicts of the workers that hold it.
+
+    Args:
+        workers: Logical name → dtype, of each worker.
+    """
+    votes: dict[str, Counter[str]] = {}
+    for found in workers:
+        for fqn, dtype in found.items():
+            votes.setdefault(fqn, Counter())[dtype] += 1
+    merged = {}
+    for fqn, counts in votes.items():
+        (dtype, most), *others = counts.most_common()
+        if not others or others[0][1] < most:
+            merged[fqn] = dtype
+    for fqn, names in _forms_of_sources(votes).items():
+        forms = [fqn in found for found in workers if not names.isdisjoint(found)]
+        plain = sum(fqn in found and names.isdisjoint(found) for found in workers)
+        outvoted = names if plain >= len(forms) else () if any(forms) else (fqn,)
+        for name in outvoted:
+            merged.pop(name, None)
+    return merged
+
+
+def _forms_of_sources(names: Iterable[str]) -> dict[str, set[str]]:
+    """Return name → computed forms of it, for names that are held as they are too."""
+    known = set(names)
+    found: dict[str, set[str]] = {}
+    for name in known:
+        recipe = recipe_of(name)
+        for source in recipe.sources if recipe is not None else ():
+            if source.fqn in known:
+                found.setdefault(source.fqn, set()).add(name)
+    return found
+
+
 def _box(text: str) -> Box | None:
     spans = [part.split(":") for part in text[1:-1].split(", ")]
     if any(len(span) != 2 or not all(span) for span in spans):  # noqa: PLR2004 - first and past the last
+        return None
+    if any(len(edge) > DIGITS_MAX or not edge.isdigit() for span in spans for edge in span):
         return None
     numbers = [(int(first), int(last)) for first, last in spans]
     if any(first > last for first, last in numbers):
