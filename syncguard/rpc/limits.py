@@ -8,6 +8,8 @@ MESSAGE_LIMIT_BYTES: Final = 64 << 20
 """A rank's layout of 20,000 residents is 6 MB; a verdict with 10,000 findings is 5 MB."""
 
 MANIFEST_ENTRIES_LIMIT: Final = 200_000
+MANIFEST_LIMIT_BYTES: Final = 512 << 20
+"""100,000 tensors are 13 MB, with 16 parts each 100 MB more. Bounds what the number of names does not: other columns, parts."""
 FINDINGS_LIMIT: Final = 10_000
 PROMPT_TOKENS_LIMIT: Final = 1 << 20
 

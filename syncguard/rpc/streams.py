@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from syncguard.errors import BadInputError, ManifestError
-from syncguard.rpc.limits import MANIFEST_ENTRIES_LIMIT
+from syncguard.rpc.limits import MANIFEST_ENTRIES_LIMIT, MANIFEST_LIMIT_BYTES
 from syncguard.rpc.records import RecordCollector
 
 
@@ -19,6 +19,7 @@ class StreamParts:
         header: Its first message; None when the stream was empty.
         chunks: Manifest chunks, in order.
         entries: Manifest entries in them.
+        entry_bytes: Size of all chunks together.
         records: Chunks of replay records.
         policy: Limits of the replay; None when none were sent.
         workers: Names that a gate's request selects; empty for all.
@@ -27,17 +28,22 @@ class StreamParts:
     header: Any = None
     chunks: list[Any] = field(default_factory=list)
     entries: int = 0
+    entry_bytes: int = 0
     records: RecordCollector = field(default_factory=RecordCollector)
     policy: Any = None
     workers: tuple[str, ...] = ()
 
 
-def read_parts(requests: Iterable[Any]) -> StreamParts:
+def read_parts(requests: Iterable[Any], *, limit_bytes: int = MANIFEST_LIMIT_BYTES) -> StreamParts:
     """Read a whole request stream, bounded before anything is kept.
+
+    Args:
+        requests: The messages.
+        limit_bytes: Largest size of all manifest chunks together.
 
     Raises:
         BadInputError: A second header, or a part before the header.
-        ManifestError: More entries than a manifest may have.
+        ManifestError: More entries, or larger ones, than a manifest may have.
         RecordError: More record bytes than a request may hold.
     """
     parts = StreamParts()
@@ -53,6 +59,12 @@ def read_parts(requests: Iterable[Any]) -> StreamParts:
             if parts.entries > MANIFEST_ENTRIES_LIMIT:
                 raise ManifestError(
                     "entries of a manifest", expected=f"at most {MANIFEST_ENTRIES_LIMIT}", found=parts.entries
+                )
+            parts.entry_bytes += part.ByteSize() + 1
+            if parts.entry_bytes > limit_bytes:
+                parts.chunks.clear()
+                raise ManifestError(
+                    "size of a manifest", expected=f"at most {limit_bytes} bytes", found=f"{parts.entry_bytes} or more"
                 )
             parts.chunks.append(part)
         elif kind == "record":
