@@ -55,18 +55,7 @@ def read_parts(requests: Iterable[Any], *, limit_bytes: int = MANIFEST_LIMIT_BYT
         elif parts.header is None:
             raise BadInputError("stream out of order", expected="the header first", found=kind or "an empty part")
         elif kind == "entries":
-            parts.entries += len(part.fqn)
-            if parts.entries > MANIFEST_ENTRIES_LIMIT:
-                raise ManifestError(
-                    "entries of a manifest", expected=f"at most {MANIFEST_ENTRIES_LIMIT}", found=parts.entries
-                )
-            parts.entry_bytes += part.ByteSize() + 1
-            if parts.entry_bytes > limit_bytes:
-                parts.chunks.clear()
-                raise ManifestError(
-                    "size of a manifest", expected=f"at most {limit_bytes} bytes", found=f"{parts.entry_bytes} or more"
-                )
-            parts.chunks.append(part)
+            _keep(parts, part, limit_bytes)
         elif kind == "record":
             parts.records.add(part)
         elif kind == "policy":
@@ -74,6 +63,17 @@ def read_parts(requests: Iterable[Any], *, limit_bytes: int = MANIFEST_LIMIT_BYT
         elif kind == "selection":
             parts.workers = tuple(part.workers)
     return parts
+
+
+def _keep(parts: StreamParts, chunk: Any, limit_bytes: int) -> None:
+    parts.entries += len(chunk.fqn)
+    if parts.entries > MANIFEST_ENTRIES_LIMIT:
+        raise ManifestError("entries of a manifest", expected=f"at most {MANIFEST_ENTRIES_LIMIT}", found=parts.entries)
+    parts.entry_bytes += chunk.ByteSize() + 1
+    if parts.entry_bytes > limit_bytes:
+        parts.chunks.clear()
+        raise ManifestError("size of a manifest", expected=f"at most {limit_bytes} bytes", found=parts.entry_bytes)
+    parts.chunks.append(chunk)
 
 
 def _flat(requests: Iterable[Any]) -> Iterator[tuple[str, Any]]:
