@@ -28,15 +28,15 @@ from syncguard.agent.journal import Journal, Remembered
 from syncguard.agent.replay_pass import Passes, ReplayRunner
 from syncguard.agent.settings import AgentConfig
 from syncguard.agent.shell import Shell
-from syncguard.agent.verify import (
+from syncguard.agent.verification import (
     Cancelled,
     Verification,
-    Verifier,
     VerifyRequest,
     given_up,
     gravest_code,
     refused_manifest,
 )
+from syncguard.agent.verify import Verifier
 from syncguard.agent.watch import Proven, Watcher
 from syncguard.errors import ScoreError, SyncguardError, UnreachableError, VersionOrderError
 from syncguard.manifest.compare import known_version
@@ -186,7 +186,7 @@ class Agent(Shell):
             verifier = Verifier(
                 self.adapter, self.worker, seen=self.seen_now(), progress=progress or (lambda _s, _f: None)
             )
-            found = verifier.audit(manifest, history=self._history(manifest))
+            found = verifier.audit(manifest, history=self._history(manifest), rekeyed=self._rekeyed(manifest))
         if found.verdict.status is VerdictStatus.MISMATCH and found.fence is not None:
             self.apply(
                 EvidenceAgainst(found.fence, manifest.manifest_id, gravest_code(found.verdict), found.verdict.reason)
@@ -281,7 +281,9 @@ class Agent(Shell):
                 progress=progress,
             )
             try:
-                found = verifier.verify(request, history=self._history(manifest), old=self._old)
+                found = verifier.verify(
+                    request, history=self._history(manifest), rekeyed=self._rekeyed(manifest), old=self._old
+                )
             except Cancelled:
                 found = given_up(self.worker, self.state.message)
             verdict = found.verdict
@@ -327,13 +329,22 @@ class Agent(Shell):
             and r.known.label != str(manifest.version)
         )
 
+    def _rekeyed(self, manifest: Manifest) -> tuple[tuple[bytes, KnownVersion], ...]:
+        return tuple(
+            (bytes.fromhex(r.key_seed_hex), r.known)
+            for r in self._known
+            if r.algorithm == manifest.algorithm
+            and r.key_seed_hex != manifest.key_seed_hex
+            and r.known.label != str(manifest.version)
+        )
+
     def _take_old(self, records: Sequence[ReplayRecord], label: str, fence: Fence) -> str:
         try:
             began = self._clock()
             before = self.adapter.status()
             self.feed(before, began)
             runner = ReplayRunner(self.adapter, worker=self.worker, vocab_size=before.vocab_size, sleep=time.sleep)
-            passes = runner.take(records, label=label, warm=0)
+            passes = runner.take(records, label=label, warm=0, replicas=before.replicas)
             after = self.adapter.status()
         except SyncguardError as error:
             return f"not taken: {error.text()}"

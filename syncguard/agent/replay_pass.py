@@ -57,6 +57,7 @@ class Passes:
         warm: Response → passes with a warm prefix cache.
         findings: What went wrong: a flush that was not confirmed, or a cache that was not empty after it.
         warm_seen: The engine said that the warm passes did use the cache; False when it does not say.
+        others: The passes of the further data-parallel replicas, in their order; these are of the first.
     """
 
     label: str
@@ -64,6 +65,12 @@ class Passes:
     warm: Mapping[str, tuple[FloatArray, ...]]
     findings: tuple[Finding, ...] = ()
     warm_seen: bool = False
+    others: tuple[Passes, ...] = ()
+
+    def of_replica(self, replica: int) -> Passes | None:
+        """Return the passes of one replica, None where it has none."""
+        of_all = (self, *self.others)
+        return of_all[replica] if replica < len(of_all) else None
 
 
 class ReplayRunner:
@@ -78,14 +85,31 @@ class ReplayRunner:
         self._vocab_size = vocab_size
         self._sleep = sleep
 
-    def take(self, records: Sequence[ReplayRecord], *, label: str, cold: int = 2, warm: int = 1) -> Passes:
-        """Score each response `cold` times after a flush each, then `warm` times without one.
+    def take(
+        self, records: Sequence[ReplayRecord], *, label: str, cold: int = 2, warm: int = 1, replicas: int = 1
+    ) -> Passes:
+        """Score each response `cold` times after a flush each, then `warm` times without one, on every replica.
+
+        Args:
+            records: The responses.
+            label: Weight version label of the state.
+            cold: Passes after a flush.
+            warm: Passes without one.
+            replicas: Data-parallel replicas; a request that names none would reach only one of them.
 
         Raises:
             ScoreError: Other ids came back, or a score is not finite.
             EngineError: The engine refused.
             UnreachableError: The engine did not answer.
         """
+        first, *others = (
+            self._take(records, label=label, cold=cold, warm=warm, replica=replica)
+            for replica in range(max(1, replicas))
+        )
+        findings = tuple(dict.fromkeys(finding for one in (first, *others) for finding in one.findings))
+        return replace(first, findings=findings, others=tuple(others))
+
+    def _take(self, records: Sequence[ReplayRecord], *, label: str, cold: int, warm: int, replica: int) -> Passes:
         findings: list[Finding] = []
         colds: dict[str, tuple[FloatArray, ...]] = {}
         warms: dict[str, tuple[FloatArray, ...]] = {}
@@ -95,14 +119,14 @@ class ReplayRunner:
             taken = []
             for _ in range(cold):
                 findings.extend(self.empty_cache())
-                scores, cached = self._score(record)
+                scores, cached = self._score(record, replica)
                 if cached > 0:
                     findings.append(
                         self._unconfirmed(f"{cached} prompt tokens came from the prefix cache after a confirmed flush")
                     )
                 taken.append(scores)
             colds[key] = tuple(taken)
-            warm_passes = [self._score(record) for _ in range(warm)]
+            warm_passes = [self._score(record, replica) for _ in range(warm)]
             used_cache += sum(cached > 0 for _, cached in warm_passes)
             warms[key] = tuple(scores for scores, _ in warm_passes)
         distinct = tuple(dict.fromkeys(findings))
@@ -124,7 +148,7 @@ class ReplayRunner:
             result = self._adapter.flush()
         return result
 
-    def _score(self, record: ReplayRecord) -> tuple[FloatArray, int]:
+    def _score(self, record: ReplayRecord, replica: int) -> tuple[FloatArray, int]:
         ids = [int(i) for i in record.input_ids]
         if self._vocab_size and max(ids) >= self._vocab_size:
             raise ScoreError(
@@ -134,7 +158,7 @@ class ReplayRunner:
                 where=self._worker,
                 todo="replay only responses that this model generated",
             )
-        scoring = self._adapter.score(ids, prompt_length=record.prompt_length)
+        scoring = self._adapter.score(ids, prompt_length=record.prompt_length, replica=replica)
         check_returned_ids(record.response_ids, scoring.response_ids, self._vocab_size)
         scores = checked_scores(scoring.logprobs_nats, label="B", count=record.response_length)
         return scores, scoring.cached_tokens

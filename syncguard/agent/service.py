@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from syncguard.agent.verify import Verification, VerifyRequest, bounded
+from syncguard.agent.verification import Verification, VerifyRequest, bounded
 from syncguard.engines.base import EngineStatus
 from syncguard.errors import IncompleteError, SyncguardError, UsageError
 from syncguard.manifest.codec import check_spec_version

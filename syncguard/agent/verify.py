@@ -8,11 +8,12 @@ an engine does can make this raise.
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from syncguard.agent.events import Fence
 from syncguard.agent.graph_places import moved_under_graphs
+from syncguard.agent.rekeyed import asks_for_earlier_versions, told_under_new_key
 from syncguard.agent.replay_pass import (
     Passes,
     ReplayRunner,
@@ -21,6 +22,7 @@ from syncguard.agent.replay_pass import (
     vocabulary_of,
     with_passes,
 )
+from syncguard.agent.verification import Cancelled, Verification, VerifyRequest
 from syncguard.errors import (
     EngineError,
     ObservationRacedError,
@@ -29,13 +31,12 @@ from syncguard.errors import (
     SyncguardError,
     UnreachableError,
     UnsupportedError,
-    VersionOrderError,
 )
 from syncguard.manifest.compare import compare
 from syncguard.manifest.model import WorkerObservation
 from syncguard.manifest.recorded import recorded_findings
 from syncguard.manifest.verdict import Finding, FindingCode, Severity, Verdict, VerdictStatus, status_of
-from syncguard.replay import ReplayPolicy, ReplayRecord, ReplayStatus, ReplayVerdict, judge_replay
+from syncguard.replay import ReplayRecord, ReplayStatus, ReplayVerdict, judge_replay
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -44,57 +45,18 @@ if TYPE_CHECKING:
     from syncguard.manifest.model import KnownVersion, Manifest
 
 _GRAVITY = (Severity.MISMATCH, Severity.UNSUPPORTED, Severity.INCOMPLETE, Severity.WARNING)
+_SERIOUS = (
+    ReplayStatus.PASS,
+    ReplayStatus.NO_POWER,
+    ReplayStatus.INCOMPLETE,
+    ReplayStatus.UNSTABLE,
+    ReplayStatus.FAIL,
+)
 _FAILED_REPLAY = {
     "stale": FindingCode.REPLAY_STALE,
     "partial update": FindingCode.REPLAY_STALE,
     "stale prefix cache": FindingCode.REPLAY_CACHE_STALE,
 }
-
-
-@dataclass(frozen=True, slots=True)
-class VerifyRequest:
-    """What the trainer claims and how strictly it is judged.
-
-    Attributes:
-        manifest: Every exported tensor.
-        records: Responses carried across the update, each with C_new (and C_old, A).
-        policy: Limits of the replay.
-        replay_waived_because: A named waiver of the replay; empty, a missing replay is INCOMPLETE.
-    """
-
-    manifest: Manifest
-    records: tuple[ReplayRecord, ...] = ()
-    policy: ReplayPolicy = field(default_factory=ReplayPolicy)
-    replay_waived_because: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Verification:
-    """What one verification found.
-
-    Attributes:
-        fence: Fence that held from the first reading to the last; None when the engine changed or did not answer.
-        verdict: Over digests, coverage, replay, flush and label together.
-        replay: The replay's own verdict; None when none was made.
-        records: The records with this worker's B scores.
-        passes: The B passes, for the next update's B_old.
-        observation: What the ranks showed.
-        seconds: Seconds by step.
-        raced: The engine changed meanwhile, so that another try may conclude.
-    """
-
-    fence: Fence | None
-    verdict: Verdict
-    replay: ReplayVerdict | None = None
-    records: tuple[ReplayRecord, ...] = ()
-    passes: Passes | None = None
-    observation: WorkerObservation | None = None
-    seconds: dict[str, float] = field(default_factory=dict)
-    raced: bool = False
-
-
-class Cancelled(Exception):  # noqa: N818 - not an error: a newer request took over
-    """The verification can no longer count."""
 
 
 @dataclass(slots=True)
@@ -118,24 +80,37 @@ class Verifier:
     sleep: Callable[[float], object] = time.sleep
 
     def verify(
-        self, request: VerifyRequest, *, history: Sequence[KnownVersion] = (), old: Passes | None = None
+        self,
+        request: VerifyRequest,
+        *,
+        history: Sequence[KnownVersion] = (),
+        rekeyed: Sequence[tuple[bytes, KnownVersion]] = (),
+        old: Passes | None = None,
     ) -> Verification:
         """Check digests, replay, flush and label at one fence.
 
         Args:
             request: The claim.
             history: Earlier versions under the same digest key, newest first.
+            rekeyed: Earlier versions under other keys, each with its key seed, newest first; where something is left to
+                explain, the worker is read once more under each key.
             old: B passes at the verified state before the update.
 
         Raises:
             Cancelled: A newer request took over.
         """
-        run = _Run(self, request, old)
+        run = _Run(self, request, old, rekeyed)
         return run.finish(run.attempt(history, replayed=True, require_label=True))
 
-    def audit(self, manifest: Manifest, *, history: Sequence[KnownVersion] = ()) -> Verification:
+    def audit(
+        self,
+        manifest: Manifest,
+        *,
+        history: Sequence[KnownVersion] = (),
+        rekeyed: Sequence[tuple[bytes, KnownVersion]] = (),
+    ) -> Verification:
         """Compare with a manifest from outside the loop: digests and coverage only."""
-        run = _Run(self, VerifyRequest(manifest, replay_waived_because="an audit compares digests only"), None)
+        run = _Run(self, VerifyRequest(manifest, replay_waived_because="an audit compares digests only"), None, rekeyed)
         return run.finish(run.attempt(history, replayed=False, require_label=False))
 
     def observe(self, status: EngineStatus, key_seed: bytes) -> WorkerObservation:
@@ -157,10 +132,17 @@ class Verifier:
 class _Run:
     """The steps of one verification and what they have found so far."""
 
-    def __init__(self, verifier: Verifier, request: VerifyRequest, old: Passes | None) -> None:
+    def __init__(
+        self,
+        verifier: Verifier,
+        request: VerifyRequest,
+        old: Passes | None,
+        rekeyed: Sequence[tuple[bytes, KnownVersion]],
+    ) -> None:
         self.verifier = verifier
         self.request = request
         self.old = old
+        self.rekeyed = tuple(rekeyed)
         self.findings: list[Finding] = []
         self.seconds: dict[str, float] = {}
         self.digests: Verdict | None = None
@@ -184,9 +166,7 @@ class _Run:
         self.evidence["exported_from"] = self.request.manifest.source
         self.timed("observe", 0.1, lambda: self.observe(before))
         if self.observation is not None:
-            observation = self.observation
-            self.timed("compare", 0.4, lambda: self.compare(observation, history, require_label=require_label))
-            self.findings.extend(moved_under_graphs(before, observation))
+            self.digested(before, self.observation, history, require_label=require_label)
         if replayed and self.answered:
             self.timed("replay", 0.5, lambda: self.replayed(before))
         elif replayed:
@@ -247,6 +227,46 @@ class _Run:
     def compare(self, observation: WorkerObservation, history: Sequence[KnownVersion], *, require_label: bool) -> None:
         self.digests = compare(self.request.manifest, observation, history=history, require_label=require_label)
 
+    def digested(
+        self,
+        status: EngineStatus,
+        observation: WorkerObservation,
+        history: Sequence[KnownVersion],
+        *,
+        require_label: bool,
+    ) -> None:
+        """Compare digests, and ask earlier versions where something is left to explain."""
+        self.timed("compare", 0.4, lambda: self.compare(observation, history, require_label=require_label))
+        self.findings.extend(moved_under_graphs(status, observation))
+        verdict = self.digests
+        if self.rekeyed and verdict is not None and asks_for_earlier_versions(self.request.manifest, verdict):
+            self.timed(
+                "history", 0.45, lambda: self.explained(status, observation, history, require_label=require_label)
+            )
+
+    def explained(
+        self,
+        status: EngineStatus,
+        observation: WorkerObservation,
+        history: Sequence[KnownVersion],
+        *,
+        require_label: bool,
+    ) -> None:
+        """Read the worker again under the keys of earlier versions, and compare once more with what they then say."""
+        read: dict[bytes, WorkerObservation] = {}
+        told: list[KnownVersion] = []
+        try:
+            for key_seed, known in self.rekeyed:
+                if key_seed not in read:
+                    self.verifier.check_cancelled()
+                    read[key_seed] = self.verifier.observe(status, key_seed)
+                told.append(told_under_new_key(known, read[key_seed], observation))
+        except SyncguardError as error:  # it only explains; the comparison stands
+            self.evidence["history"] = f"not read again under earlier keys: {error.text()}"
+            return
+        self.evidence["history"] = f"read again under {len(read)} earlier keys"
+        self.compare(observation, (*history, *told), require_label=require_label)
+
     def replayed(self, status: EngineStatus) -> None:
         request = self.request
         layouts = self.observation.layouts if self.observation is not None else ()
@@ -267,7 +287,8 @@ class _Run:
             self.missing("no saved response was sent; send a record with C scores, or waive the replay by name")
             return
         warm = 1 if request.policy.require_warm else 0
-        self.passes = runner.take(request.records, label=status.weight_version_label, warm=warm)
+        replicas = max(1, status.replicas)
+        self.passes = runner.take(request.records, label=status.weight_version_label, warm=warm, replicas=replicas)
         self.findings.extend(self.passes.findings)
         old = self.old
         # B_old and C_old must be of one state, or their difference is no noise.
@@ -276,13 +297,26 @@ class _Run:
             for record in request.records
         ):
             old = None
-        self.records = tuple(
-            with_passes(record, self.passes, old, worker=self.verifier.worker) for record in request.records
-        )
+        judged = [self.of_replica(self.passes, old, replica, replicas) for replica in range(replicas)]
+        # What is reported is the replica that speaks most against the worker.
+        self.records, self.replay = max(judged, key=lambda one: _SERIOUS.index(one[1].status))
+        self.evidence["replicas_replayed"] = str(len(judged))
         self.evidence["old_scores"] = f"of {old.label}, verified" if old is not None else "none of a verified state"
         self.evidence["warm_cache_used"] = "yes" if self.passes.warm_seen else "the engine did not say so"
-        self.replay = judge_replay(evidence_of(self.records), request.policy)
-        self.judged(self.replay)
+
+    def of_replica(
+        self, passes: Passes, old: Passes | None, replica: int, replicas: int
+    ) -> tuple[tuple[ReplayRecord, ...], ReplayVerdict]:
+        """Judge one data-parallel replica: each has weights and a prefix cache of its own."""
+        new = passes.of_replica(replica)
+        assert new is not None
+        before = old.of_replica(replica) if old is not None else None
+        records = tuple(
+            with_passes(record, new, before, worker=self.verifier.worker) for record in self.request.records
+        )
+        verdict = judge_replay(evidence_of(records), self.request.policy)
+        self.judged(verdict, f" of replica {replica}" if replicas > 1 else "")
+        return records, verdict
 
     def recorded(self, observation: WorkerObservation, *, required: bool) -> None:
         """Demand a replay that passed where bindings trust the engine's own loader."""
@@ -293,7 +327,7 @@ class _Run:
         found = recorded_findings(observation.layouts, required=required, passed=passed, why_not=why_not)
         self.findings.extend(replace(finding, worker=self.verifier.worker) for finding in found)
 
-    def judged(self, replay: ReplayVerdict) -> None:
+    def judged(self, replay: ReplayVerdict, where: str = "") -> None:
         if replay.status is ReplayStatus.PASS:
             return
         code, severity = {
@@ -305,7 +339,7 @@ class _Run:
             ReplayStatus.NO_POWER: (FindingCode.REPLAY_NO_POWER, Severity.WARNING),
             ReplayStatus.INCOMPLETE: (FindingCode.REPLAY_MISSING, Severity.INCOMPLETE),
         }[replay.status]
-        self.add(code, severity, f"replay: {replay.reason}")
+        self.add(code, severity, f"replay{where}: {replay.reason}")
 
     def failed(self, error: Exception, step: str) -> None:
         """Turn an error into the finding that keeps the worker from READY."""
@@ -376,41 +410,3 @@ class _Run:
             return digests
         gravest = findings[0]
         return f"{gravest.code.value}: {gravest.text}"
-
-
-def gravest_code(verdict: Verdict) -> str:
-    """Return the stable word for a verdict: `verified`, or the code of its gravest finding."""
-    if verdict.status is VerdictStatus.MATCH:
-        return "verified" if not verdict.findings else "verified_with_warnings"
-    return verdict.findings[0].code.value if verdict.findings else verdict.status.value.lower()
-
-
-def bounded(verdict: Verdict, limit: int) -> Verdict:
-    """Return the verdict with at most `limit` findings, the gravest kept and the rest counted."""
-    if len(verdict.findings) <= limit:
-        return verdict
-    return replace(
-        verdict,
-        findings=verdict.findings[:limit],
-        evidence={**verdict.evidence, "findings_total": str(len(verdict.findings))},
-    )
-
-
-def given_up(worker: str, message: str) -> Verification:
-    """Return the outcome of a verification that could no longer count."""
-    text = f"the verification was given up: {message}"
-    finding = Finding(FindingCode.UPDATE_RUNNING, Severity.INCOMPLETE, text, worker=worker)
-    return Verification(None, Verdict(VerdictStatus.INCOMPLETE, text, (finding,)), raced=True)
-
-
-def refused_manifest(worker: str, error: VersionOrderError) -> Verification:
-    """Return the outcome for a manifest that is wrong, whatever the worker holds."""
-    finding = Finding(
-        FindingCode.VERSION_ORDER,
-        Severity.MISMATCH,
-        error.text(),
-        worker=worker,
-        expected=error.expected,
-        observed=error.found,
-    )
-    return Verification(None, Verdict(VerdictStatus.MISMATCH, error.text(), (finding,)))

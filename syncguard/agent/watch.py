@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING
 
 from syncguard.agent.events import EngineLost, EvidenceAgainst, Fence, Reproved, Scrubbed, Tick
 from syncguard.agent.scrub import ScrubBook, ScrubOutcome, cycle_s, judge_scrub
-from syncguard.agent.verify import Verifier, gravest_code
+from syncguard.agent.verification import gravest_code
+from syncguard.agent.verify import Verifier
 from syncguard.errors import SyncguardError
 from syncguard.manifest.verdict import FindingCode, VerdictStatus
 

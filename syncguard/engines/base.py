@@ -97,6 +97,7 @@ class EngineStatus:
         expected_ranks: Ranks that the engine says it has.
         ranks: Ranks that answered.
         vocab_size: Size of the vocabulary, 0 when the engine does not say.
+        replicas: Data-parallel replicas that serve requests of their own, each with its own prefix cache.
     """
 
     engine: str
@@ -105,6 +106,7 @@ class EngineStatus:
     expected_ranks: int
     ranks: tuple[RankStatus, ...]
     vocab_size: int = 0
+    replicas: int = 1
 
     @property
     def fence(self) -> tuple[tuple[RankIdentity, str, int, bool], ...]:
@@ -197,8 +199,8 @@ class EngineAdapter(Protocol):
     def generate(self, prompt_ids: Sequence[int], *, max_new_tokens: int, seed: int) -> Generation:
         """Generate one response at temperature 1 with no filter, recording A."""
 
-    def score(self, input_ids: Sequence[int], *, prompt_length: int) -> Scoring:
-        """Score a saved response by prefill; no new tokens."""
+    def score(self, input_ids: Sequence[int], *, prompt_length: int, replica: int = 0) -> Scoring:
+        """Score a saved response by prefill on one data-parallel replica; no new tokens."""
 
     def generate_batch(
         self, prompts: Sequence[Sequence[int]], *, max_new_tokens: int, seed: int

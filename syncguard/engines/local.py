@@ -8,7 +8,7 @@ from syncguard.engines.base import DecodeScoring, EngineStatus
 from syncguard.engines.faults import FaultKind
 from syncguard.engines.local_worker import LocalWorker
 from syncguard.engines.rank_probe import probe_version
-from syncguard.errors import UnreachableError
+from syncguard.errors import UnreachableError, UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -73,8 +73,10 @@ class LocalEngine:
         """Generate one response at temperature 1 with no filter, recording A."""
         return self._live().generate(prompt_ids, max_new_tokens=max_new_tokens, seed=seed)
 
-    def score(self, input_ids: Sequence[int], *, prompt_length: int) -> Scoring:
-        """Score a saved response by prefill."""
+    def score(self, input_ids: Sequence[int], *, prompt_length: int, replica: int = 0) -> Scoring:
+        """Score a saved response by prefill; there is one replica."""
+        if replica:
+            raise UsageError("a replica of the embedded engine", expected=0, found=replica)
         return self._live().score(input_ids, prompt_length=prompt_length)
 
     def generate_batch(

@@ -117,6 +117,7 @@ class SglangEngine:
             expected_ranks=expected * self._replicas,
             ranks=tuple(answer.status for answer in answers if answer.status is not None),
             vocab_size=self._vocab_size,
+            replicas=self._schedulers,
         )
 
     def layouts(self) -> tuple[RankLayout, ...]:
@@ -157,7 +158,10 @@ class SglangEngine:
         Of several data-parallel schedulers SGLang repeats the answer of one (`tokenizer_control_mixin.py`, 0.5.23), so
         that each rank's own count must have grown.
         """
-        before = self.status() if self._described is None or self._schedulers > 1 else None
+        try:
+            before = self.status() if self._described is None or self._schedulers > 1 else None
+        except UnsupportedError:  # without our probe a worker is never ready, but its scores can still be looked at
+            return self._flush_without_probe()
         if before is None or self._schedulers == 1:
             return self._flush()
         said = self._flush()
@@ -170,6 +174,13 @@ class SglangEngine:
             )
             return FlushResult(confirmed=False, detail=words)
         return said
+
+    def _flush_without_probe(self) -> FlushResult:
+        schedulers = int(self._get_json("/server_info").get("dp_size") or 1)
+        if schedulers > 1:
+            words = f"{schedulers} schedulers, of which SGLang reports one, and no probe that counts for each"
+            return FlushResult(confirmed=False, detail=words)
+        return self._flush()
 
     def _flush(self) -> FlushResult:
         deadline_s = time.monotonic() + self._flush_wait_s
@@ -269,9 +280,10 @@ class SglangEngine:
         how = "decode of the engine, the sampler's choice replaced in the rank"
         return DecodeScoring(Scoring(ids, scores, int(meta.get("cached_tokens", -1))), how)
 
-    def score(self, input_ids: Sequence[int], *, prompt_length: int) -> Scoring:
+    def score(self, input_ids: Sequence[int], *, prompt_length: int, replica: int = 0) -> Scoring:
         """Score a saved response by prefill; no new tokens.
 
+        With several data-parallel schedulers the request names its own (`routed_dp_rank`), and the answer must say so.
         SGLang reports the id `vocab_size - 1` as 0 among input tokens (`logprob_result_processor.py`, 0.5.23) and takes
         ids beyond the vocabulary without an error; ids are returned as reported, and the caller compares them.
         """
@@ -282,15 +294,23 @@ class SglangEngine:
                 expected="a prompt and a response",
                 found=f"{len(input_ids)} ids, prompt {prompt_length}",
             )
-        body = self._post_json(
-            "/generate",
-            {
-                "input_ids": list(input_ids),
-                "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
-                "return_logprob": True,
-                "logprob_start_len": prompt_length - 1,
-            },
-        )
+        payload: dict[str, Any] = {
+            "input_ids": list(input_ids),
+            "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
+            "return_logprob": True,
+            "logprob_start_len": prompt_length - 1,
+        }
+        if self._schedulers > 1 or replica:
+            payload["routed_dp_rank"] = replica
+        body = self._post_json("/generate", payload)
+        answered = body.get("meta_info", {}).get("dp_rank")
+        if "routed_dp_rank" in payload and answered != replica:
+            raise EngineError(
+                "replay on one data-parallel replica",
+                expected=f"an answer of replica {replica}",
+                found=f"one of replica {answered}",
+                where=self._url,
+            )
         return self._scored(body, response_length)
 
     def _scored(self, body: dict[str, Any], response_length: int) -> Scoring:

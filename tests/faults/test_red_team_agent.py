@@ -175,7 +175,7 @@ def test_a_waived_replay_still_needs_an_empty_prefix_cache():
     agent = Agent(engine, worker="w", config=CONFIG)
     outcome = agent.verify(VerifyRequest(manifest_of(T1, "run@1"), replay_waived_because="no scores in this run"))
     assert outcome.readiness.state is ReadinessState.READY
-    assert not engine.cached
+    assert not engine.cached_by
 
 
 def test_a_waived_replay_with_a_refused_flush_is_not_ready(monkeypatch: pytest.MonkeyPatch):

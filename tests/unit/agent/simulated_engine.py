@@ -77,11 +77,12 @@ class SimulatedEngine:
         self.label = label
         self.alive = True
         self.updating = False
-        self.cached = False
         self.before: Callable[[str], None] = lambda _name: None
         self.after: Callable[[str], None] = lambda _name: None
         self.calls: list[str] = []
         self.flush_confirms = itertools.repeat(True)
+        self.replicas = [None]  # weights by which a data-parallel replica scores; None for those that are observed
+        self.cached_by: set[int] = set()
         self.restart(weights)
         self.label = label
 
@@ -134,7 +135,7 @@ class SimulatedEngine:
             RankStatus(self._identity(rank), self.incarnations[rank], self.epoch, self.updating, "1")
             for rank in range(self.tp)
         )
-        answer = EngineStatus("simulated 1", "arrays", self.label, self.tp, ranks, VOCAB)
+        answer = EngineStatus("simulated 1", "arrays", self.label, self.tp, ranks, VOCAB, len(self.replicas))
         self.after("status")
         return answer
 
@@ -199,7 +200,7 @@ class SimulatedEngine:
         self._enter("flush")
         confirmed = next(self.flush_confirms)
         if confirmed:
-            self.cached = False
+            self.cached_by.clear()
         self.after("flush")
         return FlushResult(confirmed, "flushed" if confirmed else "requests are pending")
 
@@ -211,11 +212,12 @@ class SimulatedEngine:
         self.after("generate")
         return Generation(tuple(ids), tuple(scores), self.label)
 
-    def score(self, input_ids: Sequence[int], *, prompt_length: int) -> Scoring:
+    def score(self, input_ids: Sequence[int], *, prompt_length: int, replica: int = 0) -> Scoring:
         self._enter("score")
-        scores = scores_of(self.resident(), input_ids, prompt_length)
-        cached = prompt_length - 1 if self.cached else 0
-        self.cached = True
+        weights = self.replicas[replica]
+        scores = scores_of(self.resident() if weights is None else weights, input_ids, prompt_length)
+        cached = prompt_length - 1 if replica in self.cached_by else 0
+        self.cached_by.add(replica)
         self.after("score")
         return Scoring(tuple(input_ids[prompt_length:]), tuple(scores), cached)
 

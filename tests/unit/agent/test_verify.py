@@ -159,7 +159,8 @@ def test_a_cache_that_survives_its_confirmed_flush_is_not_believed() -> None:
     engine = worker_at(T1, "run@1")
 
     def keep_cache(name: str) -> None:
-        engine.cached = engine.cached or name == "flush"
+        if name == "flush":
+            engine.cached_by.add(0)
 
     engine.after = keep_cache
     found = verify(engine)
@@ -241,7 +242,7 @@ def test_an_error_at_any_call_is_a_finding_and_never_a_match(call: int, error: E
 def test_scores_that_are_not_finite_are_refused(bad: float) -> None:
     engine = worker_at(T1, "run@1")
     score = engine.score
-    engine.score = lambda ids, prompt_length: replace(
+    engine.score = lambda ids, prompt_length, replica: replace(
         score(ids, prompt_length=prompt_length), logprobs_nats=(bad,) * (len(ids) - prompt_length)
     )
     assert verify(engine).verdict.status is VerdictStatus.MISMATCH
@@ -251,7 +252,7 @@ def test_scores_of_other_tokens_are_refused() -> None:
     engine = worker_at(T1, "run@1")
     score = engine.score
 
-    def shifted(ids, prompt_length):
+    def shifted(ids, prompt_length, replica):
         answer = score(ids, prompt_length=prompt_length)
         return replace(answer, response_ids=(*answer.response_ids[1:], 5))
 
@@ -317,10 +318,55 @@ def test_the_last_id_of_the_vocabulary_may_come_back_as_0_also_in_the_first_veri
     status, score = engine.status, engine.score
     engine.status = lambda: replace(status(), vocab_size=0)
 
-    def clamped(given, prompt_length):
+    def clamped(given, prompt_length, replica):
         answer = score(given, prompt_length=prompt_length)
         return replace(answer, response_ids=tuple(0 if i == 99 else i for i in answer.response_ids))
 
     engine.score = clamped
     found = verify(engine, VerifyRequest(manifest_of(weights, "run@1"), (record,)))
     assert found.verdict.status is VerdictStatus.MATCH, found.verdict.findings
+
+
+def replicated(weights_of_second):
+    engine = SimulatedEngine(T0, tp=2)
+    engine.replicas = [None, T0]
+    runner = ReplayRunner(engine, worker="w", vocab_size=100, sleep=lambda _s: None)
+    old = runner.take([record_of(T0)], label="run@0", warm=0, replicas=2)
+    engine.push(T1, "run@1")
+    engine.replicas = [None, weights_of_second]
+    return engine, old
+
+
+def test_every_data_parallel_replica_is_replayed() -> None:
+    engine, old = replicated(T1)
+    engine.calls.clear()
+    found = verify(engine, old=old)
+    assert found.verdict.status is VerdictStatus.MATCH
+    assert found.replay.status is ReplayStatus.PASS
+    assert engine.calls.count("score") == 2 * 3
+    assert found.verdict.evidence["replicas_replayed"] == "2"
+
+
+def test_a_replica_that_scores_as_before_is_named_though_the_first_is_right() -> None:
+    engine, old = replicated(T0)
+    found = verify(engine, old=old)
+    assert found.verdict.status is VerdictStatus.MISMATCH
+    (stale,) = [finding for finding in found.verdict.findings if finding.code is FindingCode.REPLAY_STALE]
+    assert stale.text.startswith("replay of replica 1: ")
+    assert found.replay.status is ReplayStatus.FAIL, "what is reported is the replica that speaks against the worker"
+
+
+def test_a_replica_that_does_not_answer_is_no_pass() -> None:
+    engine, old = replicated(T1)
+    engine.replicas[1] = {}  # it knows no weights
+    answered = engine.score
+
+    def score(ids, *, prompt_length, replica=0):
+        if replica == 1:
+            raise EngineError("DP rank 1 is not active")
+        return answered(ids, prompt_length=prompt_length, replica=replica)
+
+    engine.score = score
+    found = verify(engine, old=old)
+    assert found.verdict.status is VerdictStatus.INCOMPLETE
+    assert "DP rank 1" in found.verdict.reason
