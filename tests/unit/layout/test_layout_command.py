@@ -71,3 +71,47 @@ def test_what_has_no_rule_is_printed_with_its_reason():
 def test_a_bar_shows_at_least_one_cell():
     assert bar(Box((999,), (1,)), (1000,), cells=10) == "·" * 9 + "█"
     assert bar(Box((0, 0), (4, 4)), (4, 4), cells=3) == "███"
+
+
+def test_what_the_engines_loader_placed_instead_of_a_rule_is_printed_as_recorded():
+    from syncguard.engines.loader_record import record_loader
+    from syncguard.layout.model import LogicalTensor
+
+    class Placed(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = torch.nn.Conv1d(1, 1, 1)
+
+        def load_weights(self, weights):
+            for name, tensor in weights:
+                self.get_parameter(name.replace("conv", "inner")).copy_(tensor)
+
+    names = {"conv.weight": (1, 1, 1), "conv.bias": (1,)}
+    checkpoint = {name: LogicalTensor(name, "float32", shape) for name, shape in names.items()}
+    layout, _ = walk_model(Placed(), rank=RankIdentity(), record=lambda model: record_loader(model, checkpoint))
+    message = layout_to_proto(layout)
+    assert summary(message).classes["Conv1d"].states == {"recorded": 2}
+    assert "2 recorded" in printed(print_summary, summary(message))
+    assert "inner.weight (recorded)" in printed(print_explanation, explanation([message], "conv.weight"))
+
+
+def test_a_quantized_form_is_explained_under_the_name_that_says_how_it_was_made():
+    from syncguard.layout.model import (
+        Binding,
+        CanonicalForm,
+        LogicalTensor,
+        RankLayout,
+        ResidentTensor,
+        Role,
+        Shard,
+    )
+    from syncguard.layout.published import largest
+
+    name = largest(["q.weight_scale", "k.weight_scale"]).named("qkv.weight_scale")
+    scale = Shard(LogicalTensor(name, "float32", ()), Box((), ()))
+    resident = ResidentTensor("qkv.weight_scale", "float32", (), (), Role.PARAMETER, "QKVParallelLinear")
+    binding = Binding(scale, resident.name, form=CanonicalForm.QUANTIZED)
+    message = layout_to_proto(RankLayout(RankIdentity(), "Model", (resident,), (binding,)).sealed())
+    text = printed(print_explanation, explanation([message], name))
+    assert "qkv.weight_scale#max.value(k.weight_scale; q.weight_scale)" in text
+    assert "(quantized)" in text
