@@ -158,6 +158,7 @@ def decode_on_worker(
     require_one_context([record])
     ids = record.input_ids.tolist()
     taken: dict[ScoreKey, FloatArray] = {}
+    cached: dict[str, int] = dict(record.meta.get("cached_tokens", {}))
     said: dict[str, str] = {}
     for index in range(passes):
         _flush(engine)
@@ -169,9 +170,10 @@ def decode_on_worker(
         check_returned_ids(record.response_ids, found.scoring.response_ids, int(record.input_ids.max()) + 2)
         taken[key] = checked_scores(found.scoring.logprobs_nats, label=str(key), count=record.response_length)
         said = {"how": found.how}
+        cached[str(key)] = found.scoring.cached_tokens
         if on_pass is not None:
             on_pass(str(key))
-    return record.with_scores(taken, meta={**record.meta, "decode": said})
+    return record.with_scores(taken, meta={**record.meta, "cached_tokens": cached, "decode": said})
 
 
 def _flush(engine: RolloutWorker | _OneByOne) -> None:

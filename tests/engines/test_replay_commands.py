@@ -67,6 +67,7 @@ def test_one_command_takes_all_five_scores_and_they_agree(checkpoint, kind, tmp_
         np.testing.assert_array_equal(record.scores[ScoreKey("D")], record.scores[A])
         assert record.meta["decode"] == {"how": "incremental decode, one saved id a step"}
         assert record.meta.get("num_experts", 0) == (0 if kind == "qwen3" else 4)
+        assert record.meta["cached_tokens"]["D0.old"] == 0
         assert record.meta["cached_tokens"]["B0.old.warm"] > record.meta["cached_tokens"]["B0.old.cold"] == 0
     result = run("diagnose", tmp_path / "r")
     assert result.exit_code == 0
