@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 PIECE_BYTES: Final = 16 << 20
 """Resident bytes put back at a time. Nibbles as bytes are twice that, and there are at most four such copies at once."""
 
+MAX_UNCUT_BYTES: Final = 48 << 20
+"""Largest part that may be put back at once where an arrangement cannot be cut: with copies less than 256 MB."""
+
 Spans = tuple[tuple[int, int], ...]
 
 
@@ -132,6 +135,8 @@ def _pieces(live: Any, front: tuple[ViewOp, ...]) -> Iterator[tuple[Spans, Any]]
     item_bytes = prod(int(n) for n in live.shape[lead:]) * int(live.element_size())
     count = max(1, PIECE_BYTES // max(1, item_bytes))
     whole = tuple((0, size) for size in shape[lead:])
+    if cut.leading == 1 and item_bytes > MAX_UNCUT_BYTES:
+        raise UnsupportedError("memory that cannot be put back in pieces", found=f"{item_bytes} bytes", where=cut)
     if count > 1 or item_bytes <= PIECE_BYTES or cut.leading == 1:
         for start in range(0, outer, count):
             stop = min(outer, start + count)

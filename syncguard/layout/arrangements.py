@@ -97,20 +97,6 @@ def widened_bias(rows: int, *, pairs: bool) -> Rearrange:
     return Rearrange(1, (rows // 32, 2, 2, 8, 2), (4, 0, 3, 1, 2), (2, rows), 16, 32, 16, flips)
 
 
-def halves_by_64(rows: int, columns: int) -> Rearrange:
-    """Return the way back from halves that alternate in runs of 64 rows (`interleave_w13_halves`, cutedsl)."""
-    _multiple(rows, 128)
-    return Rearrange(2, (rows // 128, 2, 64, columns), (1, 0, 2, 3), (rows, columns))
-
-
-def alternating_rows(rows: int, *rest: int, bits: int = 8) -> Rearrange:
-    """Return the way back from `[all even rows; all odd rows]` to rows that alternate (gpt-oss before its de-interleaving)."""
-    _multiple(rows, 2)
-    columns = rest or (1,)
-    order = (1, 0, *range(2, 2 + len(columns)))
-    return Rearrange(1 + len(rest), (2, rows // 2, *columns), order, (rows, *rest), bits, bits, bits)
-
-
 def marlin_weight(k: int, n: int, bits: int, packing: Packing, to_bits: int = 32, *, halves: bool = False) -> Rearrange:
     """Return the way back from int32 `[k / 16, n * 16 * bits / 32]` of Marlin tiles (`gptq_marlin_repack.cuh`).
 

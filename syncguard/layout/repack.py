@@ -120,7 +120,8 @@ class Rearrange(msgspec.Struct, frozen=True, tag="rearrange"):
     def leading(self) -> int:
         """Return the size of the leading digit, into whose indices the operation can be cut; 1 where it cannot."""
         first = self.order[0]
-        return 1 if first in self.flips or self.sizes[0] % self.digits[first] else self.digits[first]
+        inside = prod(self.digits[first + 1 :]) % (self.from_bits // self.unit_bits)
+        return 1 if first in self.flips or inside or self.sizes[0] % self.digits[first] else self.digits[first]
 
     @property
     def rows_per_leading(self) -> int:
