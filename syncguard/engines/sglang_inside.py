@@ -291,7 +291,7 @@ def ask_ranks(http: httpx.Client, request: InsideRequest) -> list[InsideAnswer]:
         raise UnsupportedError(
             "looking inside this server",
             expected=f"our plugin and {DIRECTORY_VARIABLE} in the server's environment",
-            found=str(body.get("message", response.status_code)),
+            found=str(body.get("message", response.status_code)).partition("=")[0],  # SGLang repeats the whole action
             where=http.base_url,
             todo="start a server for diagnosis with both",
         )
