@@ -13,13 +13,11 @@ from itertools import product
 from math import prod
 from typing import TYPE_CHECKING, Final
 
-from syncguard.layout.ops import Narrow, Select, Transpose, Unflatten
 from syncguard.spec import Box
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    from syncguard.layout.ops import ViewOp
 
 ZERO: Final = "(zero)"
 """Source of elements that the loader set to zero."""
@@ -289,70 +287,6 @@ def blocks_of(view: Strided, parent: Strided) -> Iterator[Block]:
             yield block
 
 
-def claims_of(contents: Contents, sources: dict[str, tuple[int, ...]]) -> Iterator[tuple[str, Box, tuple[ViewOp, ...]]]:
-    """Yield what each box of a resident tensor must equal: `(checkpoint name or ZERO, box of it, views that lead there)`.
-
-    Args:
-        contents: A resident tensor after the loader ran.
-        sources: Shape of each checkpoint tensor.
-
-    Raises:
-        UnfollowedError: A piece was not followed, or is no box of its source.
-    """
-    count = 0
-    for piece in contents.pieces:
-        if piece.source == UNKNOWN:
-            msg = f"{piece.box} came through an operation that is not followed"
-            raise UnfollowedError(msg)
-        if piece.source == ZERO:
-            yield ZERO, piece.box, _narrowed(piece.box, contents.view.sizes)
-            continue
-        shape = sources[piece.source]
-        if any(n > 1 and not stride for n, stride in zip(piece.box.sizes, piece.strides, strict=True)):
-            msg = f"{piece.box} repeats elements of {piece.source}"
-            raise UnfollowedError(msg)
-        view = Strided(piece.offset, piece.box.sizes, piece.strides)
-        for block in blocks_of(view, Strided(0, shape, row_major(shape))):
-            count += 1
-            if count > PIECES_MAX:
-                msg = f"more than {PIECES_MAX} boxes"
-                raise UnfollowedError(msg)
-            held = Box(tuple(o + b for o, b in zip(piece.box.offsets, block.origin, strict=True)), block.sizes)
-            yield piece.source, block.parent_box, _views(held, contents.view.sizes, block.axes, len(shape))
-
-
-def _views(held: Box, shape: tuple[int, ...], axes: tuple[int | None, ...], source_dims: int) -> tuple[ViewOp, ...]:
-    """Return the views from a resident tensor to a box in the dimensions of its source."""
-    ops: list[ViewOp] = []
-    spare = [d for d in range(source_dims) if d not in axes]
-    order: list[int] = []  # the source's dimension of each dimension that is left
-    for dim, axis in enumerate(axes):
-        here = len(order)
-        own = axis
-        if own is None and spare:
-            own = spare.pop(0)
-        if own is None:
-            ops.append(Select(here, held.offsets[dim]))
-            continue
-        if (held.offsets[dim], held.sizes[dim]) != (0, shape[dim]):
-            ops.append(Narrow(here, held.offsets[dim], held.sizes[dim]))
-        order.append(own)
-    for place in range(len(order)):
-        least = min(range(place, len(order)), key=order.__getitem__)
-        if least != place:
-            ops.append(Transpose(place, least))
-            order[place], order[least] = order[least], order[place]
-    sizes = {axis: held.sizes[dim] for dim, axis in enumerate(axes) if axis is not None}
-    for own in sorted(spare):  # dimensions of 1 in the source that the resident tensor does not have
-        place = sum(other < own for other in order)
-        if place < len(order):
-            ops.append(Unflatten(place, (1, sizes.get(order[place], 1))))
-        else:
-            ops.append(Unflatten(place - 1, (sizes.get(order[place - 1], 1), 1)))
-        order.insert(place, own)
-    return tuple(ops)
-
-
 def row_major(shape: Sequence[int]) -> tuple[int, ...]:
     """Return the strides of a contiguous tensor, in elements."""
     strides, step = [], 1
@@ -366,14 +300,6 @@ def _with(box: Box, dim: int, start: int, size: int) -> Box:
     offsets, sizes = list(box.offsets), list(box.sizes)
     offsets[dim], sizes[dim] = start, size
     return Box(tuple(offsets), tuple(sizes))
-
-
-def _narrowed(box: Box, shape: tuple[int, ...]) -> tuple[ViewOp, ...]:
-    return tuple(
-        Narrow(dim, start, size)
-        for dim, (start, size) in enumerate(zip(box.offsets, box.sizes, strict=True))
-        if size != shape[dim]
-    )
 
 
 def _digits(base: int, parent: Strided, order: Sequence[int]) -> tuple[int, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import httpx
@@ -19,6 +20,8 @@ from syncguard.layout.model import BindingSource
 from syncguard.manifest.compare import compare
 from syncguard.manifest.model import WorkerObservation
 from syncguard.manifest.verdict import FindingCode, VerdictStatus
+from syncguard.replay import A, ReplayRecord, ReplayStatus, c_key
+from syncguard.replay.trainer import trainer_forward
 from syncguard.spec import WeightVersion
 
 pytestmark = pytest.mark.sglang
@@ -55,6 +58,20 @@ def saved(folder: Path, kind: str, seed: int) -> Path:
             parameter.data += 0.1 * torch.rand_like(parameter)
     model.save_pretrained(folder, safe_serialization=True)
     return folder
+
+
+def scored(engine, kind, folder):
+    """Return a response of the engine with the scores of the trainer's own model."""
+    prompt = [5, 9, 17, 33]
+    generation = engine.generate(prompt, max_new_tokens=24, seed=1)
+    record = ReplayRecord(
+        input_ids=[*prompt, *generation.response_ids],
+        prompt_length=len(prompt),
+        scores={A: generation.logprobs_nats},
+    )
+    model = type(KINDS[kind]()).from_pretrained(folder, dtype=torch.float32)
+    forward = trainer_forward(model)
+    return record.with_scores({c_key(index, "new"): forward(record) for index in range(2)})
 
 
 def observed(engine):
@@ -94,10 +111,12 @@ def test_a_live_server_without_rules_is_compared_by_its_own_recording_and_not_re
         assert compare(held, observed(engine), require_label=False).status is VerdictStatus.MISMATCH
         verdict = compare(new, observed(engine))
         assert verdict.status is VerdictStatus.MATCH, [finding.text for finding in verdict.findings]
+        other_folder = tmp_path / "other"
+        shutil.copytree(second, other_folder)
         tensors = load_file(second / "model.safetensors")
         tensors[PLACED[kind]][5, 7] += 1.0
-        save_file(tensors, second / "model.safetensors", {"format": "pt"})
-        other = export_checkpoint(second, version=WeightVersion("run", 1))
+        save_file(tensors, other_folder / "model.safetensors", {"format": "pt"})
+        other = export_checkpoint(other_folder, version=WeightVersion("run", 1))
         wrong = compare(other, observed(engine))
         assert wrong.status is VerdictStatus.MISMATCH
         assert {finding.fqn for finding in wrong.findings} == {PLACED[kind]}
@@ -105,3 +124,10 @@ def test_a_live_server_without_rules_is_compared_by_its_own_recording_and_not_re
         found = Verifier(engine, "w0").verify(waived).verdict
         assert found.status is VerdictStatus.INCOMPLETE
         assert FindingCode.RECORDED in {finding.code for finding in found.findings}
+        # With a replay that passes, the same bytes under the same recording are a match, and the verdict says how.
+        found = Verifier(engine, "w0").verify(VerifyRequest(new, (scored(engine, kind, tmp_path / "t1"),)))
+        assert found.replay.status is ReplayStatus.PASS, found.replay.reason
+        assert found.verdict.status is VerdictStatus.MATCH
+        (finding,) = found.verdict.findings
+        assert finding.code is FindingCode.RECORDED
+        assert "the replay, its only check, passed" in finding.text
