@@ -226,12 +226,16 @@ class Agent(Shell):
         if not self.engine_lock.acquire(timeout=wait_s):
             return None
         try:
-            began = self._clock()
-            status = self.adapter.status()
-            self.feed(status, began)
-            return status
+            return self.status_now()
         finally:
             self.engine_lock.release()
+
+    def status_now(self) -> EngineStatus:
+        """Read the engine's status and feed it; for a caller that has the engine."""
+        began = self._clock()
+        status = self.adapter.status()
+        self.feed(status, began)
+        return status
 
     def capture(self, prompt_ids: Sequence[int], *, max_new_tokens: int, seed: int) -> ReplayRecord:
         """Generate one response and return it as a record with A."""

@@ -16,11 +16,11 @@ from syncguard.manifest.verdict import FindingCode
 from syncguard.spec import Box
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Collection, Mapping, Sequence
 
     from syncguard.agent.events import Fence
-    from syncguard.engines.base import EngineStatus, RankScrub, ScrubSlice
-    from syncguard.layout.model import Binding
+    from syncguard.engines.base import RankScrub, ScrubSlice
+    from syncguard.layout.model import Binding, RankIdentity
     from syncguard.manifest.model import RankObservation, WorkerObservation
 
 _Run: TypeAlias = tuple[str, int, int, int]
@@ -88,7 +88,12 @@ def cycle_s(book: ScrubBook, interval_s: float) -> float:
 
 
 def judge_scrub(
-    proven: WorkerObservation, fence: Fence, book: ScrubBook, status: EngineStatus, answers: Sequence[RankScrub]
+    proven: WorkerObservation,
+    fence: Fence,
+    book: ScrubBook,
+    answers: Sequence[RankScrub],
+    *,
+    graphs: Collection[RankIdentity] = (),
 ) -> ScrubJudgement:
     """Judge one turn.
 
@@ -96,8 +101,8 @@ def judge_scrub(
         proven: What was observed when the worker was proven.
         fence: The fence of that proof.
         book: The book of that proof.
-        status: Status that was read before the turn, for the graphs of each rank.
         answers: One answer a rank.
+        graphs: Ranks that replay captured graphs.
     """
     read = tuple(sorted((str(answer.rank), answer.incarnation, answer.epoch) for answer in answers))
     if read != fence.ranks or any(answer.updating for answer in answers):
@@ -109,14 +114,13 @@ def judge_scrub(
     ):
         return ScrubJudgement(ScrubOutcome.OTHER_LAYOUT, book)
     bindings = {layout.fingerprint: layout.bindings for layout in proven.layouts}
-    graphs = {rank.rank: rank.graphs for rank in status.ranks}
     after = replace(book, turn=book.turn + 1, turns=max(answer.turns for answer in answers))
     for answer in answers:
         where = f"of rank {answer.rank}"
         if answer.wrong:
             words = f"{', '.join(answer.wrong)} {where}"
             return ScrubJudgement(ScrubOutcome.DIFFERENT, book, FindingCode.UNKNOWN_CONTENT.value, words)
-        if answer.moved and graphs.get(answer.rank):
+        if answer.moved and answer.rank in graphs:
             words = f"{answer.moved[0]} {where} moved, and a captured graph reads its old place"
             return ScrubJudgement(ScrubOutcome.DIFFERENT, book, FindingCode.STORAGE_MOVED.value, words)
         after, different = _read(after, answer, before[answer.rank], bindings[answer.layout_fingerprint])

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from syncguard.agent.core import Held
     from syncguard.agent.host import Agent
-    from syncguard.engines.base import EngineAdapter, EngineStatus
+    from syncguard.engines.base import EngineAdapter
     from syncguard.manifest.model import Manifest, WorkerObservation
 
 log = logging.getLogger("syncguard.agent")
@@ -157,23 +157,24 @@ class Watcher:
         if self._book_of is not proven:  # by identity: a second proof at one fence may rest on storage elsewhere
             self._book, self._book_of = ScrubBook(), proven
         began_s = self._scrubbed_s = agent.now_s()
-        status = agent.adapter.status()
-        agent.feed(status, began_s)
+        # Each answer carries the fence that it was read at, so that no other question is needed.
         answers = agent.adapter.scrub(
             proven.manifest.key_seed, turn=self._book.turn, budget_bytes=agent.config.scrub_bytes
         )
-        found = judge_scrub(proven.observation, held.fence, self._book, status, answers)
+        graphs = {rank.rank for rank in agent.engine.ranks if rank.graphs} if agent.engine is not None else set()
+        found = judge_scrub(proven.observation, held.fence, self._book, answers, graphs=graphs)
         self._book = found.book
         if found.outcome is ScrubOutcome.SAME:
             agent.apply(Scrubbed(held.fence, held.manifest_id, began_s))
         elif found.outcome is ScrubOutcome.DIFFERENT:
             self._against(held.fence, held, found.reason, found.words)
         elif found.outcome is ScrubOutcome.OTHER_LAYOUT:
-            self._look_at_all(status, held, proven)
+            self._look_at_all(held, proven)
 
-    def _look_at_all(self, status: EngineStatus, held: Held, proven: Proven) -> None:
+    def _look_at_all(self, held: Held, proven: Proven) -> None:
         """Observe in full, to tell experts that changed places from anything else."""
         agent = self._agent
+        status = agent.status_now()
         observed = Verifier(agent.adapter, agent.worker).observe(status, proven.manifest.key_seed)
         if rebalanced(proven.observation, observed):
             words = "experts changed places since they were proven, and no update was seen; verify again"
