@@ -19,6 +19,7 @@ import msgspec
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from syncguard.engines.loader_guard import LiveState
 from syncguard.engines.loader_twin import META, Twin, storage_id
 from syncguard.layout.model import LogicalTensor
 from syncguard.layout.recorded import UNKNOWN, ZERO, Contents, Piece, Strided
@@ -58,10 +59,14 @@ def record_loader(model: Any, checkpoint: Mapping[str, LogicalTensor]) -> Record
         The recording; with `failed` set and nothing else when the loader could not be followed.
     """
     try:
-        twin = Twin(model)
-        mode = _Follower(twin)
-        with torch.no_grad(), mode:
-            twin.model.load_weights(mode.checkpoint(checkpoint))
+        live = LiveState.of(model)
+        try:
+            twin = Twin(model)
+            mode = _Follower(twin)
+            with torch.no_grad(), mode:
+                twin.model.load_weights(mode.checkpoint(checkpoint))
+        finally:
+            live.put_back()
     except Exception as error:  # noqa: BLE001 - whatever a loader does on tensors without memory is a reason, not a crash
         return Recording(failed=f"{type(error).__name__}: {error}"[:500])
     shapes = {name: tensor.shape for name, tensor in checkpoint.items()}
