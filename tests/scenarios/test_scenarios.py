@@ -22,6 +22,7 @@ from syncguard.agent.events import (
     EvidenceAgainst,
     Fence,
     Reproved,
+    Scrubbed,
     Tick,
     UpdateAnnounced,
     VerifyFinished,
@@ -64,6 +65,9 @@ class AgentScenario:
         if name == "wait":
             self.now_s += float(plain[0])
             return f"now {self.now_s:g}"
+        if name == "scrub_lease":
+            self.config = CoreConfig(lease_s=5.0, scrub_lease_s=float(plain[0]))
+            return f"READY lasts {plain[0]} s without a scrub"
         event = {
             "seen": lambda: EngineSeen(fence(plain[0]), "updating" in plain, options.get("label", "run@0")),
             "lost": lambda: EngineLost("no answer"),
@@ -77,6 +81,7 @@ class AgentScenario:
                 "said",
             ),
             "against": lambda: EvidenceAgainst(fence(plain[0]), plain[1], plain[2], "said"),
+            "scrubbed": lambda: Scrubbed(fence(plain[0]), plain[1], self.now_s - float(options.get("ago", 0))),
             "reproved": lambda: Reproved(fence(plain[0]), plain[1], "said"),
             "tick": Tick,
         }[name]()
