@@ -70,7 +70,7 @@ def check_derived(claim: Derived, tensors: Mapping[str, Any]) -> DerivedResult:
     try:
         found = apply_ops(found, claim.ops)
         due = rule(found, *sources, argument) if argument else rule(found, *sources)
-    except (ValueError, RuntimeError, TypeError) as error:
+    except (ValueError, RuntimeError, TypeError, LookupError) as error:
         return DerivedResult(ok=False, detail=f"rule {claim.rule} does not fit: {error}")
     if tuple(due.shape) != tuple(found.shape) or due.dtype != found.dtype:
         return DerivedResult(

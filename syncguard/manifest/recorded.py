@@ -53,7 +53,7 @@ def recorded_findings(
     )
     text = f"{len(names)} tensors have no rule; their places were recorded from the engine's own loader"
     if passed:
-        text += ", and the replay, its only check, passed"
+        text += ", and the replay, the only check of those that its responses use, passed"
     elif required:
         text += f", whose only check is a replay that passes: {why_not or 'there was none'}"
     else:
