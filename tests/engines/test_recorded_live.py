@@ -130,4 +130,4 @@ def test_a_live_server_without_rules_is_compared_by_its_own_recording_and_not_re
         assert found.verdict.status is VerdictStatus.MATCH
         (finding,) = found.verdict.findings
         assert finding.code is FindingCode.RECORDED
-        assert "the replay, its only check, passed" in finding.text
+        assert "the only check of those that its responses use, passed" in finding.text
