@@ -25,6 +25,9 @@ EXPERT_ALPHAS: Final = "expert_alphas"
 PRODUCT: Final = "product"
 """One tensor times another, elementwise (`_compute_g1_scale_c`, `flashinfer_trtllm.py`:587-610)."""
 
+INVERSE_PRODUCT: Final = "inverse_product"
+"""`alpha = 1 / (input_global_scale * weight_global_scale)` (`compressed_tensors_w4a4_nvfp4.py`:132)."""
+
 
 def _torch() -> Any:
     return sys.modules["torch"]  # whoever made the tensors has imported it
@@ -63,6 +66,11 @@ def _product(found: Any, one: Any, other: Any) -> Any:
     return (one * other).float()
 
 
+def _inverse_product(found: Any, one: Any, other: Any) -> Any:
+    del found
+    return 1 / (one * other)
+
+
 SCALE_RULES: Final[Mapping[str, Callable[..., Any]]] = {
     MAX_PRODUCT: _max_product,
     INVERSE_MAX: _inverse_max,
@@ -70,5 +78,6 @@ SCALE_RULES: Final[Mapping[str, Callable[..., Any]]] = {
     MARLIN_GLOBAL: _marlin_global,
     EXPERT_ALPHAS: _expert_alphas,
     PRODUCT: _product,
+    INVERSE_PRODUCT: _inverse_product,
 }
 """What each rule gives, from the found tensor (for its shape only) and the sources."""

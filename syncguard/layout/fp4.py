@@ -32,7 +32,7 @@ from syncguard.layout.grids import (
     same_memory,
 )
 from syncguard.layout.ops import Narrow
-from syncguard.layout.repack import NVFP4_MARLIN_SCALE, Recode
+from syncguard.layout.repack import NVFP4_MARLIN_SCALE, Rearrange, Recode
 from syncguard.spec import Box
 
 if TYPE_CHECKING:
@@ -153,3 +153,28 @@ def bind_marlin_bias(view: LayerView, pieces: LinearPieces, outputs: int) -> Non
         view.bind(bias, f"{piece.name}.bias", (piece.rows.total,), box, (*front, keep))
     if end < outputs:
         view.pad(bias, (*front, Narrow(0, end, outputs - end)), PADDED_FOR_KERNEL)
+
+
+SCALAR_AS_VECTOR = Rearrange(0, (1,), (0,), (1,), 32, 32, 32)
+"""A float32 scalar as the vector of one element that the checkpoint has."""
+
+
+@form("CompressedTensorsLinearMethod/CompressedTensorsW4A4Fp4")
+def ct_nvfp4(view: LayerView, pieces: LinearPieces) -> None:
+    """compressed-tensors' NVFP4: one global scale a layer, the largest of its shards (`compressed_tensors_w4a4_nvfp4.py`).
+
+    Shards that are fused have to be exported with one global scale; where they differ, that of the others is not held.
+    """
+    weight, scale = needed(view, "weight_packed"), needed(view, "weight_scale")
+    shuffled = fp4_backend() == "flashinfer_trtllm"
+    front = (shuffled_rows(*weight.shape, gated=False),) if shuffled else ()
+    undo = shuffled_scales if shuffled else _swizzled
+    bind_grid(view, Stored(weight, front), runs_of(pieces, "weight_packed"), in_blocks(pieces.columns, 2))
+    back = (undo(*scale.shape, gated=False),)
+    bind_grid(view, Stored(scale, back), runs_of(pieces, "weight_scale"), in_blocks(pieces.columns, GROUP))
+    inputs, globals_ = needed(view, "input_global_scale"), needed(view, "weight_global_scale")
+    for resident, leaf in ((inputs, "input_global_scale"), (globals_, "weight_global_scale")):
+        for index, piece in enumerate(pieces.pieces):
+            view.bind(resident, f"{piece.name}.{leaf}", (1,), Box((0,), (1,)), (SCALAR_AS_VECTOR,), alias=index > 0)
+    view.derive(needed(view, "alpha"), derived_scales.INVERSE_PRODUCT, inputs.name, globals_.name)
+    bind_bias(view, pieces)

@@ -183,8 +183,11 @@ class LayerView:
         ops: Sequence[ViewOp] = (),
         *,
         dtype: str = "",
+        alias: bool = False,
     ) -> None:
         """Claim that a view of a resident tensor equals a box of a logical one, of the same dtype unless one is given.
+
+        An alias is a further name of elements that are claimed already.
 
         Raises:
             ValueError: The view does not have the sizes of the box; the walk turns this into `Unbound`.
@@ -198,7 +201,9 @@ class LayerView:
             return
         tensor = LogicalTensor(logical, dtype or resident.dtype, tuple(shape))
         form = CanonicalForm.QUANTIZED if recipe_of(logical) is not None else CanonicalForm.BITWISE
-        self.out.bindings.append(Binding(Shard(tensor, box), resident.name, tuple(ops), form, alias=self.alias))
+        self.out.bindings.append(
+            Binding(Shard(tensor, box), resident.name, tuple(ops), form, alias=self.alias or alias)
+        )
 
     def bind_spans(
         self, resident: ResidentTensor, logical: str, spans: Sequence[Span], at: Sequence[int] | None = None

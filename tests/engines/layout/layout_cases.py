@@ -62,6 +62,8 @@ QUANTIZED: dict[str, tuple[str, ...]] = {
     "ct-wna16": ("llama", "qwen3", "qwen3-moe"),
     "ct-wna16-channel": ("qwen3",),
     "ct-wna16-asymmetric": ("qwen3",),
+    "ct-nvfp4": ("qwen3",),
+    "ct-nvfp4-trtllm": ("qwen3",),
     "mxfp8": ("qwen3",),
     "mxfp8-trtllm": ("qwen3",),
     "trtllm-blocks": ("qwen3-moe", "glm4-moe"),

@@ -6,11 +6,14 @@ row maps of `flashinfer/utils.py` 0.7:1106-1200 and `fused_moe/core.py`:682-780,
 
 from __future__ import annotations
 
+import os
 import sys
 from dataclasses import dataclass
 from types import ModuleType, SimpleNamespace
 
 import torch
+
+os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")  # read when SGLang is imported
 
 BLOCK_16_ROWS = [0, 8, 1, 9, 2, 10, 3, 11, 4, 12, 5, 13, 6, 14, 7, 15]
 BLOCK_32_ROWS = [

@@ -189,6 +189,50 @@ MXFP4 = {
 }
 
 
+def ct_nvfp4(name: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:
+    """compressed-tensors' NVFP4: as ModelOpt's under other names; shards that are fused have one global scale."""
+    module, made = name.removesuffix(".weight"), nvfp4(name, weight)
+    fused = (
+        "qkv" if module.endswith(("q_proj", "k_proj", "v_proj")) else module.rpartition(".")[2].replace("up_", "gate_")
+    )
+    value = 0.5 + sum(f"{module.rpartition('.')[0]}{fused}".encode()) % 97 / 100
+    return {
+        f"{module}.weight_packed": made[name],
+        f"{module}.weight_scale": made[f"{module}.weight_scale"],
+        f"{module}.weight_global_scale": torch.tensor([value]),
+        f"{module}.input_global_scale": torch.tensor([value + 1]),
+    }
+
+
+CT_NVFP4 = {
+    "quant_method": "compressed-tensors",
+    "format": "nvfp4-pack-quantized",
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "weights": {
+                "num_bits": 4,
+                "type": "float",
+                "symmetric": True,
+                "dynamic": False,
+                "strategy": "tensor_group",
+                "group_size": 16,
+            },
+            "input_activations": {
+                "num_bits": 4,
+                "type": "float",
+                "symmetric": True,
+                "dynamic": "local",
+                "strategy": "tensor_group",
+                "group_size": 16,
+            },
+        }
+    },
+    "ignore": ["lm_head"],
+    "quantization_status": "compressed",
+}
+
+
 def mxfp8(name: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:
     """e4m3 values and an e8m0 byte for each 32 inputs, `weight_scale_inv`."""
     generator = torch.Generator().manual_seed(sum(name.encode()))
@@ -322,4 +366,6 @@ SCHEMES = {
     "triton-kernels": Scheme("bfloat16, experts turned for triton kernels", _as_it_is, {}, TRITON_KERNELS, sizes={}),
     "mxfp8": Scheme("MXFP8, CUTLASS", mxfp8, MXFP8, BLACKWELL_MXFP8, sizes={"intermediate_size": 128}),
     "mxfp8-trtllm": Scheme("MXFP8, TRT-LLM", mxfp8, MXFP8, BLACKWELL_MXFP8_TRTLLM),
+    "ct-nvfp4": Scheme("compressed-tensors NVFP4, CUTLASS", ct_nvfp4, CT_NVFP4, BLACKWELL_CUTLASS, sizes={}),
+    "ct-nvfp4-trtllm": Scheme("compressed-tensors NVFP4, TRT-LLM", ct_nvfp4, CT_NVFP4, BLACKWELL_TRTLLM),
 }

@@ -66,20 +66,27 @@ def recoded(ops: tuple[Any, ...]) -> bool:
     return any(hasattr(op, "table") for op in ops)
 
 
-def element_numbers(tensors: Mapping[str, torch.Tensor]) -> dict[str, np.ndarray]:
-    """Number all elements of a checkpoint.
+def kept_as(name: str) -> str:
+    """Return one name for scales that an export has to have equal, since SGLang keeps one of them.
 
-    The input scales of an expert's gate and up are one number: SGLang writes each of them over both of its places, and
-    whichever comes last stays (MOE:1127-1133), so an export has to have them equal.
+    The input scales of an expert's gate and up are both written over both places (MOE:1127-1133), and of the global scales
+    of fused shards the largest is kept (`compressed_tensors_w4a4_nvfp4.py`:95-101).
     """
-    numbers, start = {}, 0
+    if name.endswith("_global_scale") or (name.endswith(".input_scale") and ".experts." in name):
+        for shard, first in ((".k_proj.", ".q_proj."), (".v_proj.", ".q_proj."), (".up_proj.", ".gate_proj.")):
+            name = name.replace(shard, first)
+    return name
+
+
+def element_numbers(tensors: Mapping[str, torch.Tensor]) -> dict[str, np.ndarray]:
+    """Number all elements of a checkpoint; scales of which the engine keeps one for several tensors have one number."""
+    numbers, shared, start = {}, {}, 0
     for name, tensor in tensors.items():
-        twin = name.replace(".up_proj.", ".gate_proj.")
-        if ".experts." in name and name.endswith(".input_scale") and twin in numbers:
-            numbers[name] = numbers[twin]
-            continue
-        numbers[name] = np.arange(start, start + tensor.numel(), dtype=np.int64).reshape(tuple(tensor.shape))
-        start += tensor.numel()
+        key = kept_as(name)
+        if key not in shared:
+            shared[key] = np.arange(start, start + tensor.numel(), dtype=np.int64).reshape(tuple(tensor.shape))
+            start += tensor.numel()
+        numbers[name] = shared[key]
     return numbers
 
 

@@ -94,3 +94,49 @@ def test_half_of_a_fused_projection_that_came_in_another_bucket_is_caught(tmp_pa
     verdict = Worker([rank]).verdict(manifest_of(moved))
     assert verdict.status is VerdictStatus.MISMATCH
     assert name in {finding.fqn for finding in verdict.findings}
+
+
+def test_global_scales_that_marlin_rounds_for_experts_are_refused_and_all_else_is_proven(tmp_path):
+    # marlin_utils_fp4.py:519, 568-573: rounded to bfloat16, and of gate and up only that of the gate is kept.
+    cell = Cell("qwen3-moe", "nvfp4-marlin", Split(tp=2, ep=2))
+    tensors = cell.export(tmp_path)
+    ranks = [cell.rank(tmp_path, 0, tp_rank) for tp_rank in range(2)]
+    for rank in ranks:
+        rank.load(tensors)
+    verdict = Worker(ranks).verdict(manifest_of(tensors))
+    assert verdict.status is not VerdictStatus.MATCH
+    refused = {f.resident.rpartition(".")[2] for f in verdict.findings if f.code is FindingCode.UNBOUND}
+    assert refused == {"w13_weight_scale_2", "w2_weight_scale_2"}
+    lost = {f.fqn.rpartition(".")[2] for f in verdict.findings if f.fqn}
+    assert lost == {"weight_scale_2"}
+
+
+def test_input_scales_of_gate_and_up_that_differ_are_caught_since_the_engine_keeps_one(tmp_path):
+    # layer.py:1127-1133 writes each of them over both places.
+    cell = Cell("qwen3-moe", "nvfp4-trtllm", Split(tp=2, ep=2))
+    tensors = cell.export(tmp_path)
+    name = "model.layers.0.mlp.experts.3.gate_proj.input_scale"
+    tensors |= {name: tensors[name] * 2}
+    ranks = [cell.rank(tmp_path, 0, tp_rank) for tp_rank in range(2)]
+    for rank in ranks:
+        rank.load(tensors)
+    verdict = Worker(ranks).verdict(manifest_of(tensors))
+    assert verdict.status is VerdictStatus.MISMATCH
+    assert {finding.fqn.rpartition(".experts.")[2] for finding in verdict.findings if finding.fqn} <= {
+        "3.gate_proj.input_scale",
+        "3.up_proj.input_scale",
+    }
+
+
+def test_a_derived_scale_that_was_not_refreshed_is_stale(tmp_path):
+    cell = Cell("qwen3", "nvfp4", Split())
+    tensors = cell.export(tmp_path)
+    rank = cell.rank(tmp_path, 0, 0)
+    rank.load(tensors)
+    name = "model.layers.0.mlp.down_proj.weight_scale_2"
+    moved = tensors | {name: tensors[name] * 2}
+    rank.model.get_parameter(name).data.copy_(moved[name])
+    verdict = Worker([rank]).verdict(manifest_of(moved))
+    assert {(f.code, f.resident) for f in verdict.findings} == {
+        (FindingCode.DERIVED_STALE, "model.layers.0.mlp.down_proj.alpha")
+    }
