@@ -131,6 +131,7 @@ class AgentServicer(rpc.AgentServiceServicer):  # type: ignore[misc] # generated
             lease_s=agent.config.lease_s,
             vocab_size=status.vocab_size,
             engine_age_s=age_s,
+            scrub_cycle_s=agent.watcher.scrub_progress()["cycle_s"],
         )
 
     def DescribeLayout(self, _request: Any, context: Any) -> Iterator[Any]:  # noqa: N802

@@ -54,6 +54,7 @@ class AgentStatus:
         lease_s: READY ends this long after the engine's last answer.
         vocab_size: Vocabulary of the engine, 0 when it does not say.
         engine_age_s: Age of what is told of the engine, in seconds; 0 when it was asked for this answer.
+        scrub_cycle_s: Scrubs read all resident bytes once in this many seconds; 0 before the first.
     """
 
     worker: str
@@ -72,6 +73,7 @@ class AgentStatus:
     lease_s: float
     vocab_size: int
     engine_age_s: float = 0.0
+    scrub_cycle_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,6 +201,7 @@ class AgentClient:
             lease_s=answer.lease_s,
             vocab_size=answer.vocab_size,
             engine_age_s=answer.engine_age_s,
+            scrub_cycle_s=answer.scrub_cycle_s,
         )
 
     def layouts(self) -> tuple[Any, ...]:

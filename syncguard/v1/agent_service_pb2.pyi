@@ -24,7 +24,7 @@ class GetStatusRequest(_message.Message):
     def __init__(self, detail: _Optional[_Union[StatusDetail, str]] = ...) -> None: ...
 
 class GetStatusResponse(_message.Message):
-    __slots__ = ("worker", "engine", "model", "weight_version_label", "expected_ranks", "state", "readiness", "epoch", "incarnation", "spec_version", "agent_version", "last_verdict", "last_replay", "poll_interval_s", "lease_s", "vocab_size", "engine_age_s")
+    __slots__ = ("worker", "engine", "model", "weight_version_label", "expected_ranks", "state", "readiness", "epoch", "incarnation", "spec_version", "agent_version", "last_verdict", "last_replay", "poll_interval_s", "lease_s", "vocab_size", "engine_age_s", "scrub_cycle_s")
     WORKER_FIELD_NUMBER: _ClassVar[int]
     ENGINE_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
@@ -42,6 +42,7 @@ class GetStatusResponse(_message.Message):
     LEASE_S_FIELD_NUMBER: _ClassVar[int]
     VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
     ENGINE_AGE_S_FIELD_NUMBER: _ClassVar[int]
+    SCRUB_CYCLE_S_FIELD_NUMBER: _ClassVar[int]
     worker: str
     engine: str
     model: str
@@ -59,7 +60,8 @@ class GetStatusResponse(_message.Message):
     lease_s: float
     vocab_size: int
     engine_age_s: float
-    def __init__(self, worker: _Optional[str] = ..., engine: _Optional[str] = ..., model: _Optional[str] = ..., weight_version_label: _Optional[str] = ..., expected_ranks: _Optional[int] = ..., state: _Optional[str] = ..., readiness: _Optional[_Union[_verdict_pb2.Readiness, _Mapping]] = ..., epoch: _Optional[int] = ..., incarnation: _Optional[str] = ..., spec_version: _Optional[int] = ..., agent_version: _Optional[str] = ..., last_verdict: _Optional[_Union[_verdict_pb2.Verdict, _Mapping]] = ..., last_replay: _Optional[_Union[_replay_pb2.ReplayReport, _Mapping]] = ..., poll_interval_s: _Optional[float] = ..., lease_s: _Optional[float] = ..., vocab_size: _Optional[int] = ..., engine_age_s: _Optional[float] = ...) -> None: ...
+    scrub_cycle_s: float
+    def __init__(self, worker: _Optional[str] = ..., engine: _Optional[str] = ..., model: _Optional[str] = ..., weight_version_label: _Optional[str] = ..., expected_ranks: _Optional[int] = ..., state: _Optional[str] = ..., readiness: _Optional[_Union[_verdict_pb2.Readiness, _Mapping]] = ..., epoch: _Optional[int] = ..., incarnation: _Optional[str] = ..., spec_version: _Optional[int] = ..., agent_version: _Optional[str] = ..., last_verdict: _Optional[_Union[_verdict_pb2.Verdict, _Mapping]] = ..., last_replay: _Optional[_Union[_replay_pb2.ReplayReport, _Mapping]] = ..., poll_interval_s: _Optional[float] = ..., lease_s: _Optional[float] = ..., vocab_size: _Optional[int] = ..., engine_age_s: _Optional[float] = ..., scrub_cycle_s: _Optional[float] = ...) -> None: ...
 
 class DescribeLayoutRequest(_message.Message):
     __slots__ = ()

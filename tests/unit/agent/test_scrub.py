@@ -12,11 +12,14 @@ from syncguard.agent.core import Phase
 from syncguard.agent.events import Fence
 from syncguard.agent.host import Agent
 from syncguard.agent.scrub import ScrubBook, ScrubOutcome, cycle_s, judge_scrub
+from syncguard.agent.service import AgentServer, ListenOptions
 from syncguard.agent.settings import AgentConfig
 from syncguard.agent.verify import VerifyRequest
+from syncguard.agent.web import web_sources
 from syncguard.digest import DEFAULT_KEY_SEED, DigestJob
 from syncguard.engines.base import RankScrub, ScrubSlice
 from syncguard.errors import EngineError
+from syncguard.gate.client import AgentClient
 from syncguard.manifest.model import WorkerObservation
 from syncguard.spec import Box
 
@@ -255,3 +258,16 @@ def test_without_scrubs_asked_for_the_answers_alone_hold_the_lease(engine, clock
     agent.verify(VerifyRequest(manifest_of(T0, "run@0"), (record_of(T0, T0),)))
     wait(agent, clock, 60, scrub=False)
     assert agent.state.phase is Phase.READY
+
+
+def test_the_seconds_of_a_cycle_are_told_over_the_wire_and_over_http(agent):
+    server = AgentServer(agent, ListenOptions("127.0.0.1:0"))
+    server.start()
+    with AgentClient(server.address) as client:
+        assert client.status(brief=True).scrub_cycle_s == 0
+        agent.watcher.scrub()
+        assert client.status(brief=True).scrub_cycle_s == len(T0) * agent.config.scrub_interval_s
+    server.stop(0)
+    sources = web_sources(agent)
+    assert sources.status()["workers"][0]["scrub"]["cycle_s"] == 3.0
+    assert sources.registry.get_sample_value("syncguard_scrub_cycle_seconds", {"worker": "w"}) == 3.0
