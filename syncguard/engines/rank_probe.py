@@ -19,6 +19,7 @@ from syncguard.engines.rank_scratch import Reading, ScratchReader
 from syncguard.engines.rank_scrub import RankScrubber
 from syncguard.errors import ObservationRacedError, UsageError
 from syncguard.layout.derived import check_derived
+from syncguard.layout.fp4 import KERNEL_SCRATCH
 from syncguard.layout.ops import apply_ops
 from syncguard.layout.repack import moves_bytes
 from syncguard.layout.rules import join
@@ -379,19 +380,26 @@ def _bound(layout: RankLayout, tensors: Mapping[str, Any]) -> _Bound:
         view = _view(tensors[padding.resident], padding.ops)
         shape = tuple(int(n) for n in view.shape)
         bound.padding_job.append(job(view, dtypes[padding.resident], shape, Box.whole(shape), padding.resident))
-    for exempt in layout.exempt:
-        view = _view(tensors[exempt.resident], ())
-        shape = tuple(int(n) for n in view.shape)
-        if exempt.resident in dtypes and Box.whole(shape).count:
-            dtype = dtype_named(dtypes[exempt.resident])
-            bound.exempt_jobs.append(DigestJob(view, dtype, shape, Box.whole(shape), exempt.resident))
-            bound.read_bytes += Box.whole(shape).count * dtype.itemsize_bytes
+    _add_exempt(bound, dtypes)
     bindings = [binding for binding in layout.bindings if moves_bytes(binding.ops)]
     paddings = [padding for padding in layout.paddings if moves_bytes(padding.ops)]
     if bindings or paddings:
         bound.scratch = ScratchReader(bindings, paddings, tensors)
         bound.read_bytes += bound.scratch.read_bytes
     return bound
+
+
+def _add_exempt(bound: _Bound, dtypes: Mapping[str, str]) -> None:
+    """Make the jobs of exempt tensors, which must stay what they were at first."""
+    for exempt in bound.layout.exempt:
+        if exempt.reason == KERNEL_SCRATCH:
+            continue  # locks of kernels: while one runs, on a stream of its own, they are not what they were at first
+        view = _view(bound.tensors[exempt.resident], ())
+        shape = tuple(int(n) for n in view.shape)
+        if exempt.resident in dtypes and Box.whole(shape).count:
+            dtype = dtype_named(dtypes[exempt.resident])
+            bound.exempt_jobs.append(DigestJob(view, dtype, shape, Box.whole(shape), exempt.resident))
+            bound.read_bytes += Box.whole(shape).count * dtype.itemsize_bytes
 
 
 def _view(tensor: Any, ops: tuple[Any, ...]) -> Any:
