@@ -24,10 +24,10 @@ if TYPE_CHECKING:
     from syncguard.layout.model import Binding, Padding
     from syncguard.layout.ops import ViewOp
 
-PIECE_BYTES: Final = 16 << 20
+PIECE_BYTES: Final = 8 << 20
 """Resident bytes put back at a time. Nibbles as bytes are twice that, and there are at most four such copies at once."""
 
-MAX_UNCUT_BYTES: Final = 48 << 20
+MAX_UNCUT_BYTES: Final = 24 << 20
 """Largest part that may be put back at once where an arrangement cannot be cut: with copies less than 256 MB."""
 
 Spans = tuple[tuple[int, int], ...]

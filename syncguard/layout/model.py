@@ -53,7 +53,7 @@ class CanonicalForm(str, Enum):
     """How resident bytes are made comparable with the exported ones; two forms are two different claims."""
 
     BITWISE = "bitwise"
-    """The exported bytes themselves, through views only."""
+    """The exported bytes themselves, through views and bijections of bytes only (`layout.ops`, `layout.repack`)."""
     QUANTIZED = "quantized"
     """The exported values after the published quantization that the tensor's name spells out (`layout.published`).
 

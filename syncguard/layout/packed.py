@@ -1,6 +1,8 @@
 """Linear layers of packed integers: AWQ, GPTQ and compressed-tensors WNA16, as exported or in Marlin tiles.
 
 A word of 32 bits holds 8 or 4 values. What is exported is compared word by word, whichever way round the engine keeps it.
+What Marlin throws away because no kernel reads it (constant zero points and g_idx of GPTQ, `weight_shape` of fused shards) is
+not held: a manifest that has it is INCOMPLETE, unless it exempts it by name.
 Sources: SGLang 0.5.23 `quantization/{awq,gptq,compressed_tensors}/schemes/`, `hardware_backend/gpu/quantization/
 {awq,gptq}_kernels.py`, `marlin_utils.py`:266-410.
 """
