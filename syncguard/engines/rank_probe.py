@@ -21,6 +21,7 @@ from syncguard.errors import ObservationRacedError, UsageError
 from syncguard.layout.derived import check_derived
 from syncguard.layout.fp4 import KERNEL_SCRATCH
 from syncguard.layout.ops import apply_ops
+from syncguard.layout.packed import SHAPE_ON_LOAD
 from syncguard.layout.repack import moves_bytes
 from syncguard.layout.rules import join
 from syncguard.layout.walk import (
@@ -43,6 +44,9 @@ if TYPE_CHECKING:
 
 _PLAIN: Final = (bool, int, float, str, type(None))
 _LAYOUTS_KEPT: Final = 4
+_COMES_AND_GOES: Final = frozenset({KERNEL_SCRATCH, SHAPE_ON_LOAD})
+"""Exempt state of sound workers that need not stay what it was at first: locks of a kernel, which runs on a stream of its
+own, and what the order of an update leaves where nobody reads it."""
 
 
 @cache
@@ -392,8 +396,8 @@ def _bound(layout: RankLayout, tensors: Mapping[str, Any]) -> _Bound:
 def _add_exempt(bound: _Bound, dtypes: Mapping[str, str]) -> None:
     """Make the jobs of exempt tensors, which must stay what they were at first."""
     for exempt in bound.layout.exempt:
-        if exempt.reason == KERNEL_SCRATCH:
-            continue  # locks of kernels: while one runs, on a stream of its own, they are not what they were at first
+        if exempt.reason in _COMES_AND_GOES:
+            continue
         view = _view(bound.tensors[exempt.resident], ())
         shape = tuple(int(n) for n in view.shape)
         if exempt.resident in dtypes and Box.whole(shape).count:
