@@ -319,9 +319,13 @@ class _Run:
         return records, verdict
 
     def recorded(self, observation: WorkerObservation, *, required: bool) -> None:
-        """Demand a replay that passed where bindings trust the engine's own loader."""
+        """Demand a replay that agreed where bindings trust the engine's own loader.
+
+        Without power it agreed too, and only cannot tell this version from the last, which digests do; a first version has
+        no other outcome.
+        """
         judged = self.replay
-        passed = judged is not None and judged.status is ReplayStatus.PASS
+        passed = judged is not None and judged.status in {ReplayStatus.PASS, ReplayStatus.NO_POWER}
         waived = self.request.replay_waived_because
         why_not = f"it ended as {judged.status.value}" if judged is not None else f"waived: {waived}" if waived else ""
         found = recorded_findings(observation.layouts, required=required, passed=passed, why_not=why_not)

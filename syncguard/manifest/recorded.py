@@ -39,7 +39,7 @@ def recorded_findings(
     Args:
         layouts: Those of the ranks that were read.
         required: Whether readiness depends on the verdict; an audit only says it.
-        passed: Whether a replay was made and passed.
+        passed: Whether a replay was made and agreed with the trainer.
         why_not: Why none passed, for people.
 
     Returns:
@@ -53,7 +53,7 @@ def recorded_findings(
     )
     text = f"{len(names)} tensors have no rule; their places were recorded from the engine's own loader"
     if passed:
-        text += ", and the replay, the only check of those that its responses use, passed"
+        text += ", and the replay, the only check of those that its responses use, agreed with the trainer"
     elif required:
         text += f", whose only check is a replay that passes: {why_not or 'there was none'}"
     else:

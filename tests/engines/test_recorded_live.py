@@ -124,7 +124,7 @@ def test_a_live_server_without_rules_is_compared_by_its_own_recording_and_not_re
         found = Verifier(engine, "w0").verify(waived).verdict
         assert found.status is VerdictStatus.INCOMPLETE
         assert FindingCode.RECORDED in {finding.code for finding in found.findings}
-        # With a replay that passes, the same bytes under the same recording are a match, and the verdict says how.
+        # With a replay that agrees, the same bytes under the same recording are a match, and the verdict says how.
         found = Verifier(engine, "w0").verify(VerifyRequest(new, (scored(engine, kind, tmp_path / "t1"),)))
         assert found.replay.status is ReplayStatus.PASS, found.replay.reason
         assert found.verdict.status is VerdictStatus.MATCH

@@ -1,4 +1,4 @@
-"""Where bindings were recorded from the engine's own loader, no verification is ready without a replay that passed."""
+"""Where bindings were recorded from the engine's own loader, no verification is ready without a replay that agreed."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from syncguard.agent.verify import Verifier, VerifyRequest
 from syncguard.layout.model import BindingSource
 from syncguard.manifest.recorded import recorded_tensors
 from syncguard.manifest.verdict import FindingCode, Severity, VerdictStatus
+from syncguard.replay import ReplayStatus
 
 T0, T1 = weights_of(0), weights_of(1)
 
@@ -40,7 +41,7 @@ def the_finding(found):
     return finding
 
 
-def test_a_replay_that_passed_lets_a_recorded_binding_count_and_the_verdict_says_so() -> None:
+def test_a_replay_that_agreed_lets_a_recorded_binding_count_and_the_verdict_says_so() -> None:
     found = verified()
     assert found.verdict.status is VerdictStatus.MATCH
     finding = the_finding(found)
@@ -59,12 +60,27 @@ def test_a_replay_that_passed_lets_a_recorded_binding_count_and_the_verdict_says
         ({"records": (record_of(T0),)}, "it ended as"),
     ],
 )
-def test_without_a_replay_that_passed_a_recorded_binding_is_not_ready_whatever_the_digests_say(changes, why) -> None:
+def test_without_a_replay_that_agreed_a_recorded_binding_is_not_ready_whatever_the_digests_say(changes, why) -> None:
     found = verified(**changes)
     assert found.verdict.status is VerdictStatus.INCOMPLETE
     finding = the_finding(found)
     assert finding.severity is Severity.INCOMPLETE
     assert why in finding.text
+
+
+def test_a_first_version_whose_replay_agrees_but_has_nothing_to_compare_with_may_be_ready() -> None:
+    record = record_of(T0, T1)
+    first = replace(record, scores={key: scores for key, scores in record.scores.items() if key.state == "new"})
+    found = verified(records=(first,))
+    assert found.replay.status is ReplayStatus.NO_POWER
+    assert found.verdict.status is VerdictStatus.MATCH
+    assert "agreed with the trainer" in the_finding(found).text
+
+
+def test_a_replay_that_disagrees_is_a_mismatch_and_the_recording_is_named_as_unchecked() -> None:
+    found = verified(records=(record_of(T0, weights_of(2)),))
+    assert found.verdict.status is VerdictStatus.MISMATCH
+    assert the_finding(found).severity is Severity.INCOMPLETE
 
 
 def test_an_audit_says_that_a_binding_was_recorded_and_that_no_replay_checked_it() -> None:
