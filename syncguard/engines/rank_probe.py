@@ -8,21 +8,17 @@ from __future__ import annotations
 
 import secrets
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import cache
 from importlib import metadata
 from typing import TYPE_CHECKING, Any, Final
 
-from syncguard.digest import ALGORITHM, DEFAULT_KEY_SEED, DigestJob, PartialDigest, engine_for
+from syncguard.digest import ALGORITHM, DEFAULT_KEY_SEED, PartialDigest
 from syncguard.engines.base import RankScrub, RankStatus
-from syncguard.engines.rank_scratch import Reading, ScratchReader
+from syncguard.engines.rank_reading import Bound, bound_of, derived_result, digest_jobs, padding_result
+from syncguard.engines.rank_scratch import Reading
 from syncguard.engines.rank_scrub import RankScrubber
 from syncguard.errors import ObservationRacedError, UsageError
-from syncguard.layout.derived import check_derived
-from syncguard.layout.fp4 import KERNEL_SCRATCH
-from syncguard.layout.ops import apply_ops
-from syncguard.layout.packed import SHAPE_ON_LOAD
-from syncguard.layout.repack import moves_bytes
 from syncguard.layout.rules import join
 from syncguard.layout.walk import (
     FOLLOWED,
@@ -33,20 +29,16 @@ from syncguard.layout.walk import (
     own_tensors,
     walk_model,
 )
-from syncguard.manifest.model import CheckResult, RankObservation
-from syncguard.spec import Box, dtype_named
+from syncguard.manifest.model import RankObservation
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Mapping
 
-    from syncguard.layout.model import Derived, Padding, RankIdentity, RankLayout
+    from syncguard.layout.model import RankIdentity, RankLayout
     from syncguard.layout.recording import Recording
 
 _PLAIN: Final = (bool, int, float, str, type(None))
 _LAYOUTS_KEPT: Final = 4
-_COMES_AND_GOES: Final = frozenset({KERNEL_SCRATCH, SHAPE_ON_LOAD})
-"""Exempt state of sound workers that need not stay what it was at first: locks of a kernel, which runs on a stream of its
-own, and what the order of an update leaves where nobody reads it."""
 
 
 @cache
@@ -56,23 +48,6 @@ def probe_version() -> str:
         return metadata.version("syncguard")
     except metadata.PackageNotFoundError:
         return "uninstalled"
-
-
-@dataclass(slots=True)
-class _Bound:
-    """A layout with the live tensors it was read from, and the views that its claims lead to.
-
-    A claim without a job needs bytes to be moved: `scratch` answers those, in their order.
-    """
-
-    layout: RankLayout
-    tensors: Mapping[str, Any]
-    jobs: list[DigestJob] = field(default_factory=list)
-    binding_job: list[int | None] = field(default_factory=list)
-    padding_job: list[int | None] = field(default_factory=list)
-    exempt_jobs: list[DigestJob] = field(default_factory=list)
-    scratch: ScratchReader | None = None
-    read_bytes: int = 0
 
 
 class RankProbe:
@@ -104,7 +79,7 @@ class RankProbe:
         self._epoch = 0
         self._open_updates = 0
         self._flushes = 0
-        self._bound: dict[tuple[Any, ...], _Bound] = {}
+        self._bound: dict[tuple[Any, ...], Bound] = {}
         self._places: tuple[Any, ...] = ()
         self._addresses: dict[str, int] = {}
         self._graphs: dict[str, Mapping[str, int]] = {}
@@ -173,14 +148,14 @@ class RankProbe:
         start = time.perf_counter()
         before = self.status()
         bound = self._bind()
-        partials = _digest(bound.jobs, key_seed)
+        partials = digest_jobs(bound.jobs, key_seed)
         reading = bound.scratch.read(key_seed) if bound.scratch else Reading((), ())
         moved_partials, moved_paddings = iter(reading.partials), iter(reading.paddings)
         paddings = tuple(
-            next(moved_paddings) if job is None else _padding_result(claim, bound.jobs[job].view, partials[job])
+            next(moved_paddings) if job is None else padding_result(claim, bound.jobs[job].view, partials[job])
             for claim, job in zip(bound.layout.paddings, bound.padding_job, strict=True)
         )
-        derived = tuple(_derived_result(claim, bound.tensors) for claim in bound.layout.derived)
+        derived = tuple(derived_result(claim, bound.tensors) for claim in bound.layout.derived)
         moved = self._moved(bound.tensors)
         altered = self._altered(bound)
         if self.status() != before:
@@ -235,7 +210,7 @@ class RankProbe:
             bound = self._bind()
             moved = self._moved(bound.tensors)
             if scrubber is None or scrubber.budget_bytes != budget_bytes or scrubber.bound is not bound:
-                scrubber = RankScrubber(bound, budget_bytes=budget_bytes, digest=_digest, first_exempt=self._exempt)
+                scrubber = RankScrubber(bound, budget_bytes=budget_bytes, digest=digest_jobs, first_exempt=self._exempt)
                 self._scrubber = scrubber
         slices, wrong, read_bytes = scrubber.read(turn, key_seed)
         if self.status() != before:
@@ -250,7 +225,7 @@ class RankProbe:
             read_bytes=read_bytes,
         )
 
-    def _bind(self) -> _Bound:
+    def _bind(self) -> Bound:
         model = self._get_model()
         settings, places = _signature(model)
         if places != self._places:
@@ -263,7 +238,7 @@ class RankProbe:
             layout, tensors = walk_model(
                 model, rank=self.rank, architecture=type(model).__name__, record=self._recorder(settings)
             )
-            bound = _bound(layout if layout.fingerprint else layout.sealed(), tensors)
+            bound = bound_of(layout if layout.fingerprint else layout.sealed(), tensors)
             if len(self._bound) >= _LAYOUTS_KEPT:
                 self._bound.clear()
             self._bound[settings] = bound
@@ -286,12 +261,12 @@ class RankProbe:
 
         return recorded
 
-    def _altered(self, bound: _Bound) -> tuple[str, ...]:
+    def _altered(self, bound: Bound) -> tuple[str, ...]:
         """Return exempt tensors with other bytes than when they were first seen in this form.
 
         No trainer exports them, so their first content is the reference; always under one key, whatever the manifest's.
         """
-        partials = _digest(bound.exempt_jobs, DEFAULT_KEY_SEED)
+        partials = digest_jobs(bound.exempt_jobs, DEFAULT_KEY_SEED)
         forms = ((job.fqn, job.dtype.name, job.shape) for job in bound.exempt_jobs)
         found = dict(zip(forms, partials, strict=True))
         altered = tuple(form[0] for form, partial in found.items() if self._exempt.setdefault(form, partial) != partial)
@@ -340,6 +315,9 @@ def _signature(model: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         if placement is not None and "_num_local_routed" in module.__dict__:
             first = module._expert_storage_rank * module._num_local_routed  # noqa: SLF001 - the live slots
             settings += [placement(module.layer_id, first + slot) for slot in range(module._num_local_routed)]  # noqa: SLF001
+            # Some tensors have a place for the experts of other ranks too.
+            everywhere = getattr(module, "num_experts", 0) - (getattr(module, "num_fused_shared_experts", 0) or 0)
+            settings += [placement(module.layer_id, physical) for physical in range(everywhere)]
     return tuple(settings), tuple(places)
 
 
@@ -353,109 +331,3 @@ def _sign(key: str, value: Any, settings: list[Any]) -> None:
         settings.append(type(value))
         for inner, held in vars(value).items():
             _sign(inner, held, settings)
-
-
-def _bound(layout: RankLayout, tensors: Mapping[str, Any]) -> _Bound:
-    """Make the digest jobs of a layout; claims on the same memory at the same place share one job."""
-    bound = _Bound(layout, tensors)
-    dtypes = {resident.name: resident.dtype for resident in layout.residents}
-    seen: dict[Any, int] = {}
-
-    def job(view: Any, dtype_name: str, shape: tuple[int, ...], box: Box, fqn: str) -> int:
-        # By address, not by name: an alias may be a view of another part of the same storage.
-        key = (str(view.device), view.data_ptr(), tuple(view.stride()), dtype_name, shape, box)
-        if key not in seen:
-            seen[key] = len(bound.jobs)
-            bound.jobs.append(DigestJob(view, dtype_named(dtype_name), shape, box, fqn))
-            bound.read_bytes += box.count * dtype_named(dtype_name).itemsize_bytes
-        return seen[key]
-
-    for binding in layout.bindings:
-        tensor = binding.shard.tensor
-        if moves_bytes(binding.ops):
-            bound.binding_job.append(None)
-            continue
-        view = _view(tensors[binding.resident], binding.ops)
-        bound.binding_job.append(job(view, tensor.dtype, tensor.shape, binding.shard.box, tensor.fqn))
-    for padding in layout.paddings:
-        if moves_bytes(padding.ops):
-            bound.padding_job.append(None)
-            continue
-        view = _view(tensors[padding.resident], padding.ops)
-        shape = tuple(int(n) for n in view.shape)
-        bound.padding_job.append(job(view, dtypes[padding.resident], shape, Box.whole(shape), padding.resident))
-    _add_exempt(bound, dtypes)
-    bindings = [binding for binding in layout.bindings if moves_bytes(binding.ops)]
-    paddings = [padding for padding in layout.paddings if moves_bytes(padding.ops)]
-    if bindings or paddings:
-        bound.scratch = ScratchReader(bindings, paddings, tensors)
-        bound.read_bytes += bound.scratch.read_bytes
-    return bound
-
-
-def _add_exempt(bound: _Bound, dtypes: Mapping[str, str]) -> None:
-    """Make the jobs of exempt tensors, which must stay what they were at first."""
-    for exempt in bound.layout.exempt:
-        if exempt.reason in _COMES_AND_GOES:
-            continue
-        view = _view(bound.tensors[exempt.resident], ())
-        shape = tuple(int(n) for n in view.shape)
-        if exempt.resident in dtypes and Box.whole(shape).count:
-            dtype = dtype_named(dtypes[exempt.resident])
-            bound.exempt_jobs.append(DigestJob(view, dtype, shape, Box.whole(shape), exempt.resident))
-            bound.read_bytes += Box.whole(shape).count * dtype.itemsize_bytes
-
-
-def _view(tensor: Any, ops: tuple[Any, ...]) -> Any:
-    return apply_ops(tensor.detach() if hasattr(tensor, "detach") else tensor, ops)
-
-
-def _digest(jobs: Sequence[DigestJob], key_seed: bytes) -> list[PartialDigest]:
-    """Digest all jobs, one batch a device type."""
-    by_device: dict[str, list[int]] = {}
-    for index, job in enumerate(jobs):
-        device = getattr(getattr(job.view, "device", None), "type", "cpu")
-        by_device.setdefault(device, []).append(index)
-    results: list[PartialDigest] = [PartialDigest.zero()] * len(jobs)
-    for device, indices in by_device.items():
-        partials = engine_for(device).partials([jobs[i] for i in indices], key_seed=key_seed)
-        for index, partial in zip(indices, partials, strict=True):
-            results[index] = partial
-    return results
-
-
-def _padding_result(claim: Padding, view: Any, partial: PartialDigest) -> CheckResult:
-    """Judge a must-be-constant view.
-
-    All bytes are zero exactly when the keyed sum is zero, up to the collision bound of the digest; bytes are counted
-    only where it is not, or where another value is due.
-    """
-    if claim.value_byte == 0 and partial.data == 0:
-        return CheckResult(ok=True)
-    wrong = _bytes_unlike(view, claim.value_byte)
-    if not wrong:
-        return CheckResult(ok=claim.value_byte != 0, detail="" if claim.value_byte else "changed while it was read")
-    return CheckResult(ok=False, wrong_count=len(wrong), detail=f"first at {wrong[0]}")
-
-
-def _bytes_unlike(view: Any, value_byte: int) -> list[tuple[int, ...]]:
-    """Return the indices of elements with a byte that is not `value_byte`."""
-    import numpy as np
-
-    if hasattr(view, "detach"):
-        import torch
-
-        view = view.detach().contiguous().cpu()
-        itemsize = view.element_size()
-        raw = view.reshape(-1).view(torch.uint8).numpy()
-    else:
-        itemsize = view.dtype.itemsize
-        raw = np.ascontiguousarray(view).reshape(-1).view(np.uint8)
-    wrong = np.flatnonzero((raw.reshape(-1, itemsize) != value_byte).any(axis=1))
-    return [tuple(int(i) for i in np.unravel_index(w, tuple(view.shape))) for w in wrong.tolist()]
-
-
-def _derived_result(claim: Derived, tensors: Mapping[str, Any]) -> CheckResult:
-    """Judge a derived-state claim; a rule without a check does not hold."""
-    result = check_derived(claim, tensors)
-    return CheckResult(ok=result.ok, wrong_count=result.wrong_count, detail=result.detail)
