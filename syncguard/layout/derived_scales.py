@@ -28,6 +28,15 @@ PRODUCT: Final = "product"
 INVERSE_PRODUCT: Final = "inverse_product"
 """`alpha = 1 / (input_global_scale * weight_global_scale)` (`compressed_tensors_w4a4_nvfp4.py`:132)."""
 
+INVERSE_FIRST: Final = "inverse_first"
+"""One over each element, or over the first of each row (`compressed_tensors_w4a4_nvfp4_moe.py`:193-200)."""
+LEAST: Final = "least"
+"""The smallest element, for each expert (same place, 203-209)."""
+LEAST_OF_ROW: Final = "least_of_row"
+"""The smallest element of each row (same place, 210-213)."""
+DIVIDED: Final = "divided"
+"""`(1 / second) * first`, elementwise (same place, 214-217)."""
+
 
 def _torch() -> Any:
     return sys.modules["torch"]  # whoever made the tensors has imported it
@@ -71,6 +80,25 @@ def _inverse_product(found: Any, one: Any, other: Any) -> Any:
     return 1 / (one * other)
 
 
+def _inverse_first(found: Any, scales: Any) -> Any:
+    del found
+    return 1 / (scales[:, 0] if scales.dim() > 1 else scales)
+
+
+def _least(found: Any, scales: Any) -> Any:
+    return scales.min().float().expand(found.shape)
+
+
+def _least_of_row(found: Any, scales: Any) -> Any:
+    del found
+    return scales.min(dim=1).values.float() if scales.dim() > 1 else scales
+
+
+def _divided(found: Any, one: Any, other: Any) -> Any:
+    del found
+    return ((1 / other) * one).float()
+
+
 SCALE_RULES: Final[Mapping[str, Callable[..., Any]]] = {
     MAX_PRODUCT: _max_product,
     INVERSE_MAX: _inverse_max,
@@ -79,5 +107,9 @@ SCALE_RULES: Final[Mapping[str, Callable[..., Any]]] = {
     EXPERT_ALPHAS: _expert_alphas,
     PRODUCT: _product,
     INVERSE_PRODUCT: _inverse_product,
+    INVERSE_FIRST: _inverse_first,
+    LEAST: _least,
+    LEAST_OF_ROW: _least_of_row,
+    DIVIDED: _divided,
 }
 """What each rule gives, from the found tensor (for its shape only) and the sources."""

@@ -21,8 +21,9 @@ from syncguard.layout.expert_grids import bind_experts, global_names, inner_span
 from syncguard.layout.experts import expert_form
 from syncguard.layout.fp4 import GROUP, KERNEL_SCRATCH, block_scales
 from syncguard.layout.grids import Stored, bind_scalars, needed
-from syncguard.layout.ops import Select
+from syncguard.layout.ops import Narrow, Select
 from syncguard.layout.repack import NVFP4_MARLIN_SCALE, Rearrange, Recode
+from syncguard.spec import Box
 
 if TYPE_CHECKING:
     from syncguard.layout.model import ResidentTensor
@@ -144,3 +145,41 @@ def _marlin(view: LayerView, inner: Span) -> None:
     bind_experts(view, weight("w13_weight"), weight("w2_weight"), "weight", inner, (1, 2))
     bind_experts(view, scale("w13_weight_scale"), scale("w2_weight_scale"), "weight_scale", inner, (1, GROUP))
     view.exempt(needed(view, "workspace"), KERNEL_SCRATCH)
+
+
+@expert_form("CompressedTensorsFusedMoEMethod/CompressedTensorsW4A4Nvfp4MoE")
+def ct_nvfp4_experts(view: LayerView) -> None:
+    """compressed-tensors' NVFP4: up before gate, inverse global scales (`compressed_tensors_w4a4_nvfp4_moe.py`:165-268)."""
+    if view.attr("use_presharded_weights", False):
+        msg = "use_presharded_weights: the checkpoint is already split"
+        raise ValueError(msg)
+    shuffled = bool(view.attr("scheme").use_flashinfer_trtllm)
+    inner = inner_span(view)
+    names = view.family.experts
+    for kind in ("weight", "input"):
+        w13, w2 = needed(view, f"w13_{kind}_global_scale"), needed(view, f"w2_{kind}_global_scale")
+        leaf = f"{kind}_global_scale"
+        for index, name in enumerate(slot_names(view)):
+            for column, projection in enumerate((names.gate, names.up)):
+                ops = (Select(0, index), Narrow(0, column, 1))
+                view.bind(w13, f"{name}.{projection}.{leaf}", (1,), Box((0,), (1,)), ops)
+            view.bind(w2, f"{name}.{names.down}.{leaf}", (1,), Box((0,), (1,)), (Narrow(0, index, 1),))
+    for which in ("w13", "w2"):
+        inverse, quantize = needed(view, f"{which}_weight_scale_2"), view.tensor(f"{which}_input_scale_quant")
+        view.derive(inverse, derived_scales.INVERSE_FIRST, f"{view.fqn}.{which}_weight_global_scale")
+        if quantize is not None and not quantize.alias_of:
+            rule = derived_scales.LEAST if shuffled else derived_scales.LEAST_OF_ROW
+            view.derive(quantize, rule, f"{view.fqn}.{which}_input_global_scale")
+        alphas = needed(view, "g1_alphas" if which == "w13" else "g2_alphas")
+        view.derive(alphas, derived_scales.DIVIDED, inverse.name, f"{view.fqn}.{which}_input_scale_quant")
+    scale_c = view.tensor("g1_scale_c")
+    if scale_c is not None:
+        view.derive(scale_c, derived_scales.PRODUCT, f"{view.fqn}.w2_input_scale_quant", f"{view.fqn}.g1_alphas")
+    rows, scales = (shuffled_rows, shuffled_scales) if shuffled else (None, _swizzled)
+    weights, block = [], []
+    for which, gated in (("w13", True), ("w2", False)):
+        weight, scale = needed(view, f"{which}_weight"), needed(view, f"{which}_weight_scale")
+        weights.append(Stored(weight, (rows(*weight.shape[-2:], gated=gated),) if rows else ()))
+        block.append(Stored(scale, (scales(*scale.shape[-2:], gated=gated),)))
+    bind_experts(view, weights[0], weights[1], "weight_packed", inner, (1, 2), swapped=True)
+    bind_experts(view, block[0], block[1], "weight_scale", inner, (1, GROUP), swapped=True)

@@ -228,7 +228,7 @@ CT_NVFP4 = {
             },
         }
     },
-    "ignore": ["lm_head"],
+    "ignore": ["lm_head", "re:.*mlp.gate$"],
     "quantization_status": "compressed",
 }
 
@@ -367,5 +367,6 @@ SCHEMES = {
     "mxfp8": Scheme("MXFP8, CUTLASS", mxfp8, MXFP8, BLACKWELL_MXFP8, sizes={"intermediate_size": 128}),
     "mxfp8-trtllm": Scheme("MXFP8, TRT-LLM", mxfp8, MXFP8, BLACKWELL_MXFP8_TRTLLM),
     "ct-nvfp4": Scheme("compressed-tensors NVFP4, CUTLASS", ct_nvfp4, CT_NVFP4, BLACKWELL_CUTLASS, sizes={}),
+    "ct-nvfp4-blocks": Scheme("compressed-tensors NVFP4, CUTLASS", ct_nvfp4, CT_NVFP4, BLACKWELL_CUTLASS),
     "ct-nvfp4-trtllm": Scheme("compressed-tensors NVFP4, TRT-LLM", ct_nvfp4, CT_NVFP4, BLACKWELL_TRTLLM),
 }

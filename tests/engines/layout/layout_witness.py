@@ -72,7 +72,9 @@ def kept_as(name: str) -> str:
     The input scales of an expert's gate and up are both written over both places (MOE:1127-1133), and of the global scales
     of fused shards the largest is kept (`compressed_tensors_w4a4_nvfp4.py`:95-101).
     """
-    if name.endswith("_global_scale") or (name.endswith(".input_scale") and ".experts." in name):
+    if (name.endswith("_global_scale") and ".experts." not in name) or (
+        name.endswith(".input_scale") and ".experts." in name
+    ):
         for shard, first in ((".k_proj.", ".q_proj."), (".v_proj.", ".q_proj."), (".up_proj.", ".gate_proj.")):
             name = name.replace(shard, first)
     return name
