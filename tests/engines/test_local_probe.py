@@ -134,14 +134,14 @@ def test_sessions_nest_and_every_end_is_an_epoch(worker):
 
 def test_an_update_during_the_reading_discards_it(worker, monkeypatch):
     probe = worker.probes[0]
-    digest = rank_probe._digest
+    digest = rank_probe.digest_jobs
 
     def raced(*args):
         probe.update_started()
         probe.update_finished()
         return digest(*args)
 
-    monkeypatch.setattr(rank_probe, "_digest", raced)
+    monkeypatch.setattr(rank_probe, "digest_jobs", raced)
     with pytest.raises(ObservationRacedError, match="observe again"):
         probe.observe(DEFAULT_KEY_SEED)
 
