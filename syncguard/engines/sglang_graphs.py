@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from typing import TYPE_CHECKING, Any, Final
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 from syncguard.engines.rank_probe import tensor_addresses
 
@@ -41,14 +41,19 @@ class CapturedGraphs:
         return self._held.get(checker, {})
 
     def hook(self, kinds: tuple[str, ...]) -> Callable[..., Any]:
-        """Return the AROUND hook of a call that captures graphs of these kinds."""
+        """Return the AROUND hook of a call that captures graphs of these kinds.
+
+        The call may return early or break and leave the graphs of before, which then read where they read before.
+        """
 
         def on_capture(original: Any, runner: Any, *args: Any, **kwargs: Any) -> Any:
+            kept = {kind: _reference(_graphs_of(runner, kind)) for kind in kinds}
             try:
                 return original(runner, *args, **kwargs)
             finally:
                 try:
-                    self.note(runner, kinds)
+                    anew = tuple(kind for kind, before in kept.items() if before() is not _graphs_of(runner, kind))
+                    self.note(runner, anew)
                 except Exception:  # an engine must not break because it is watched
                     logger.exception("syncguard could not note a captured graph")
 
@@ -60,9 +65,22 @@ class CapturedGraphs:
         before = self._held.get(checker, {})
         now: dict[str, dict[str, int]] = {}
         for kind in ("decode", "prefill"):
-            graph_runner = getattr(runner, f"{kind}_cuda_graph_runner", None)
-            if graph_runner is None or graph_runner is getattr(runner, "eager_runner", None):
+            if _graphs_of(runner, kind) is None:
                 continue  # runs layer by layer
             now[kind] = before[kind] if kind in before and kind not in kinds else tensor_addresses(runner.model)
         self._held[checker] = now
         self._changed(checker)
+
+
+def _graphs_of(runner: Any, kind: str) -> Any:
+    """Return what replays the graphs of a kind, None where a model runner has none."""
+    found = getattr(runner, f"{kind}_cuda_graph_runner", None)
+    return None if found is getattr(runner, "eager_runner", None) else found
+
+
+def _reference(graphs: Any) -> Callable[[], Any]:
+    """Return a way to the same object that does not keep the memory of its graphs."""
+    try:
+        return (lambda: None) if graphs is None else ref(graphs)
+    except TypeError:  # takes no weak reference: then it counts as captured again
+        return lambda: None

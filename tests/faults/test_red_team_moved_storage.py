@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -116,6 +118,10 @@ def runner(worker):
     )
 
 
+class Graphs:
+    """A runner of captured graphs."""
+
+
 def capture(probes, runner, call, **runners):
     def original(held):
         vars(held).update(runners)
@@ -135,7 +141,7 @@ def test_an_sglang_runner_that_runs_layer_by_layer_has_no_graphs(runner):
 
 def test_weights_that_moved_between_capture_and_the_first_look_are_seen(runner):
     probes = ProcessProbes()
-    capture(probes, runner, "init_cuda_graphs", decode_cuda_graph_runner=object())
+    capture(probes, runner, "init_cuda_graphs", decode_cuda_graph_runner=Graphs())
     replace_norm(runner)
     probe = probes.of(runner._weight_checker, "target")
     assert probe.status().graphs == ("decode",)
@@ -144,13 +150,47 @@ def test_weights_that_moved_between_capture_and_the_first_look_are_seen(runner):
 
 def test_a_graph_that_is_captured_again_reads_the_new_place_and_the_other_does_not(runner):
     probes = ProcessProbes()
-    capture(probes, runner, "init_cuda_graphs", decode_cuda_graph_runner=object(), prefill_cuda_graph_runner=object())
+    capture(probes, runner, "init_cuda_graphs", decode_cuda_graph_runner=Graphs(), prefill_cuda_graph_runner=Graphs())
     probe = probes.of(runner._weight_checker, "target")
     replace_norm(runner)
-    capture(probes, runner, "init_decode_cuda_graph", decode_cuda_graph_runner=object())
+    capture(probes, runner, "init_decode_cuda_graph", decode_cuda_graph_runner=Graphs())
     assert probe.observe(DEFAULT_KEY_SEED).moved == ("model.norm.weight",)
-    capture(probes, runner, "init_prefill_cuda_graph", prefill_cuda_graph_runner=object())
+    capture(probes, runner, "init_prefill_cuda_graph", prefill_cuda_graph_runner=Graphs())
     assert probe.observe(DEFAULT_KEY_SEED).moved == ()
+
+
+@pytest.mark.parametrize("breaks", [False, True])
+def test_a_graph_that_was_not_captured_again_after_all_reads_the_old_place(runner, breaks):
+    # `_recapture_elastic_cuda_graphs` returns early where it has nothing to do, and may break before the old graph is dropped.
+    probes = ProcessProbes()
+    capture(probes, runner, "init_cuda_graphs", decode_cuda_graph_runner=Graphs())
+    probe = probes.of(runner._weight_checker, "target")
+    replace_norm(runner)
+
+    def original(_held):
+        if breaks:
+            raise RuntimeError("ranks do not agree on the graphs")
+
+    hook = probes.graphs.hook(GRAPH_CALLS[f"{RUNNER}._recapture_elastic_cuda_graphs"])
+    with pytest.raises(RuntimeError) if breaks else nullcontext():
+        hook(original, runner)
+    assert probe.status().graphs == ("decode",)
+    assert probe.observe(DEFAULT_KEY_SEED).moved == ("model.norm.weight",)
+
+
+def test_watching_a_capture_does_not_keep_the_graphs_of_before(runner):
+    probes = ProcessProbes()
+    capture(probes, runner, "init_cuda_graphs", decode_cuda_graph_runner=Graphs())
+    freed = []
+    weakref.finalize(runner.decode_cuda_graph_runner, freed.append, 1)
+
+    def original(held):
+        held.decode_cuda_graph_runner = None
+        assert freed == [1], "while the next graph is captured there is no room for two"
+        held.decode_cuda_graph_runner = Graphs()
+
+    probes.graphs.hook(GRAPH_CALLS[f"{RUNNER}.init_decode_cuda_graph"])(original, runner)
+    assert freed == [1]
 
 
 def test_a_capture_that_breaks_is_the_engines_own_error(runner):
