@@ -75,9 +75,11 @@ class Run:
         manifest = ManifestBuilder(version)
         manifest.add_many(weights.items())
         records = [self.with_c(record) for record in self.generate()]
-        self.gate.after_push(manifest.build(), records)
-        (found,) = self.gate.verdicts()
-        return [record.at_one_state() for record in found.records]
+        decision = self.gate.after_push(manifest.build(), records)
+        verdicts = self.gate.verdicts()
+        if len(verdicts) != 1:
+            raise SystemExit(f"no verdict of the worker at {version}: {decision.reason}")
+        return [record.at_one_state() for record in verdicts[0].records]
 
     def generate(self) -> list[ReplayRecord]:
         self.seed += self.responses
