@@ -140,13 +140,13 @@ class Watcher:
         Skipped while another call has the engine, so that it never falls into a verification.
         """
         agent = self._agent
-        held, proven = agent.state.held, agent.proven
-        if held is None or proven is None or proven.manifest.manifest_id != held.manifest_id:
-            return
-        if not agent.engine_lock.acquire(blocking=False):
+        if agent.state.held is None or not agent.engine_lock.acquire(blocking=False):
             return
         try:
-            self._scrub(held, proven)
+            # Read together while no verification runs: one that ends between the two would leave halves of two proofs.
+            held, proven = agent.state.held, agent.proven
+            if held is not None and proven is not None and proven.manifest.manifest_id == held.manifest_id:
+                self._scrub(held, proven)
         except SyncguardError as error:
             log.warning("%s: no scrub: %s", agent.worker, error)
         finally:
