@@ -118,7 +118,8 @@ class Form:
 
 FORMS = {
     "requantized": Form("fp8 per tensor, requantized to one scale", fp8_tensor, FP8, LossyRank),
-    "requantized-static": Form("the same with static activation scales", fp8_static, STATIC, LossyRank),
+    "requantized-static": Form("fp8 per tensor, requantized, static activation scales", fp8_static, STATIC, LossyRank),
+    "row-static": Form("fp8 per tensor, static activation scales", fp8_static, STATIC, CutlassRank),
     "ct-tensor": Form("compressed-tensors fp8 per tensor", ct_tensor, _compressed_tensor(), CutlassRank),
     "online-row": Form("fp8 quantized on line, a scale a row", None, None, CutlassRank),
     "online-tensor": Form("fp8 quantized on line, a scale a tensor", None, None, LossyRank),
@@ -164,6 +165,7 @@ LOSSY = [
     for form, names in {
         "requantized": ("llama", "qwen3", "llama-bias"),
         "requantized-static": ("llama",),
+        "row-static": ("llama",),
         "ct-tensor": ("llama",),
         "online-row": ("llama", "qwen3"),
         "online-tensor": ("llama", "qwen3"),

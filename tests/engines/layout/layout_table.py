@@ -31,7 +31,7 @@ def own_rows(reports: list[tuple[str, str, dict[str, object]]]) -> list[tuple[st
         if properties.get("recorded") is False:  # every binding that was recorded is one that a rule gives too
             by_rule.add(row)
     rows = []
-    for row, outcomes in seen.items():
+    for row, outcomes in sorted(seen.items()):
         family, scheme, split, word = row.split("|")
         shown = "exact" if row in by_rule else word
         rows.append((family, scheme, split, shown if set(outcomes) == {"passed"} else "FAILED"))
