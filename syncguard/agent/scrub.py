@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from syncguard.agent.events import Fence
     from syncguard.engines.base import RankScrub, ScrubSlice
-    from syncguard.layout.model import Binding, RankIdentity
+    from syncguard.layout.model import Binding, RankIdentity, RankLayout
     from syncguard.manifest.model import RankObservation, WorkerObservation
 
 _Run: TypeAlias = tuple[str, int, int, int]
@@ -38,6 +38,8 @@ class ScrubOutcome(Enum):
     """Read at another state than the proven one, or in an update: it says nothing."""
     OTHER_LAYOUT = "other_layout"
     """The same epoch, but other layers, tensors or places of experts; only a whole observation can tell."""
+    UNREAD = "unread"
+    """A whole cycle ended, and a binding that was proven was in none of its turns; only a whole observation can tell."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,12 +51,14 @@ class ScrubBook:
         turns: Turns of a cycle, of the rank that needs most; 0 before the first.
         sums: Bindings that are being read, by rank and index: the runs so far.
         known: Partial digest of each run of a binding that once added up to what was proven.
+        seen: Rows of each binding that were read in this cycle, by rank and index.
     """
 
     turn: int = 0
     turns: int = 0
     sums: Mapping[tuple[str, int], tuple[ScrubSlice, ...]] = field(default_factory=dict)
     known: Mapping[_Run, PartialDigest] = field(default_factory=dict)
+    seen: Mapping[tuple[str, int], int] = field(default_factory=dict)
 
     @property
     def cycles(self) -> int:
@@ -113,7 +117,8 @@ def judge_scrub(
         for answer in answers
     ):
         return ScrubJudgement(ScrubOutcome.OTHER_LAYOUT, book)
-    bindings = {layout.fingerprint: layout.bindings for layout in proven.layouts}
+    layouts = {layout.fingerprint: layout for layout in proven.layouts}
+    whole = True
     after = replace(book, turn=book.turn + 1, turns=max(answer.turns for answer in answers))
     for answer in answers:
         where = f"of rank {answer.rank}"
@@ -123,24 +128,44 @@ def judge_scrub(
         if answer.moved and answer.rank in graphs:
             words = f"{answer.moved[0]} {where} moved, and a captured graph reads its old place"
             return ScrubJudgement(ScrubOutcome.DIFFERENT, book, FindingCode.STORAGE_MOVED.value, words)
-        after, different = _read(after, answer, before[answer.rank], bindings[answer.layout_fingerprint])
+        layout = layouts[answer.layout_fingerprint]
+        after, different = _read(after, answer, before[answer.rank], layout.bindings)
         if different:
             return ScrubJudgement(ScrubOutcome.DIFFERENT, book, FindingCode.UNKNOWN_CONTENT.value, different)
-    return ScrubJudgement(ScrubOutcome.SAME, after)
+        if after.turn % max(1, answer.turns) == 0:  # a cycle of this rank ended
+            rank = str(answer.rank)
+            whole = whole and not _unread(layout, {at: n for (of, at), n in after.seen.items() if of == rank})
+            after = replace(after, seen={place: n for place, n in after.seen.items() if place[0] != rank})
+    return ScrubJudgement(ScrubOutcome.SAME if whole else ScrubOutcome.UNREAD, after)
+
+
+def _unread(layout: RankLayout, seen: Mapping[int, int]) -> bool:
+    """Return whether a binding was not read; one that claims the same view of the same memory as another is read with it."""
+    root = {resident.name: resident.alias_of or resident.name for resident in layout.residents}
+    views = [
+        (root.get(binding.resident, binding.resident), binding.ops, binding.shard.box) for binding in layout.bindings
+    ]
+    read = {views[index] for index, rows in seen.items() if rows >= _rows(layout.bindings[index])}
+    return any(
+        view not in read and not binding.alias and binding.shard.box.count
+        for view, binding in zip(views, layout.bindings, strict=True)
+    )
 
 
 def _read(
     book: ScrubBook, answer: RankScrub, proven: RankObservation, bindings: Sequence[Binding]
 ) -> tuple[ScrubBook, str]:
     """Enter one rank's slices; return the book, and what differs in words."""
-    sums, known = dict(book.sums), dict(book.known)
+    sums, known, seen = dict(book.sums), dict(book.known), dict(book.seen)
     rank = str(answer.rank)
     for part in answer.slices:
         if part.binding >= len(bindings):
             return book, f"binding {part.binding}, which was not proven, of rank {rank}"
         binding, expected = bindings[part.binding], proven.partials[part.binding]
         place, run = (rank, part.binding), (rank, part.binding, part.low, part.high)
-        if run in known or (part.low, part.high) == (0, part.rows):
+        whole = (part.low, part.high) == (0, part.rows)
+        seen[place] = seen.get(place, 0) + (_rows(binding) if whole else part.high - part.low)
+        if run in known or whole:
             if part.partial != known.get(run, expected):
                 return book, _words(binding, part.low, part.high, part.rows, rank)
             continue
@@ -153,7 +178,11 @@ def _read(
         if PartialDigest.total(r.partial for r in runs) != expected:
             return book, _words(binding, 0, part.rows, part.rows, rank)
         known.update({(rank, r.binding, r.low, r.high): r.partial for r in runs})
-    return replace(book, sums=sums, known=known), ""
+    return replace(book, sums=sums, known=known, seen=seen), ""
+
+
+def _rows(binding: Binding) -> int:
+    return binding.shard.box.sizes[0] if binding.shard.box.sizes else 1
 
 
 def _words(binding: Binding, low: int, high: int, rows: int, rank: str) -> str:

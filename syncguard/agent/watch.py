@@ -140,7 +140,8 @@ class Watcher:
         Skipped while another call has the engine, so that it never falls into a verification.
         """
         agent = self._agent
-        if agent.state.held is None or not agent.engine_lock.acquire(blocking=False):
+        ready = agent.state.held is not None
+        if not ready or not agent.engine_lock.acquire(blocking=False):
             return
         try:
             # Read together while no verification runs: one that ends between the two would leave halves of two proofs.
@@ -168,12 +169,13 @@ class Watcher:
             agent.apply(Scrubbed(held.fence, held.manifest_id, began_s))
         elif found.outcome is ScrubOutcome.DIFFERENT:
             self._against(held.fence, held, found.reason, found.words)
-        elif found.outcome is ScrubOutcome.OTHER_LAYOUT:
+        elif found.outcome in (ScrubOutcome.OTHER_LAYOUT, ScrubOutcome.UNREAD):
             self._look_at_all(held, proven)
 
     def _look_at_all(self, held: Held, proven: Proven) -> None:
-        """Observe in full, to tell experts that changed places from anything else."""
+        """Observe in full: experts that changed places are told from anything else, and nothing stays unread."""
         agent = self._agent
+        began_s = agent.now_s()
         status = agent.status_now()
         observed = Verifier(agent.adapter, agent.worker).observe(status, proven.manifest.key_seed)
         if rebalanced(proven.observation, observed):
@@ -183,6 +185,8 @@ class Watcher:
         different = difference(proven.observation, observed)
         if different:
             self._against(Fence.of(status), held, FindingCode.UNKNOWN_CONTENT.value, different)
+        else:
+            agent.apply(Scrubbed(Fence.of(status), held.manifest_id, began_s))
 
     def _against(self, fence: Fence, held: Held, reason: str, different: str) -> None:
         words = f"a scrub found bytes that no update wrote: {different}"
