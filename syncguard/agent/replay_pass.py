@@ -33,17 +33,23 @@ def record_key(record: ReplayRecord) -> str:
     return state.hexdigest()
 
 
+VOCABULARY_LAYERS = frozenset({"VocabParallelEmbedding", "ParallelLMHead"})
+"""Layer classes with a row for each token, whatever a family calls them (`vocab_parallel_embedding.py`, SGLang 0.5.23)."""
+
+
 def vocabulary_of(layouts: Sequence[RankLayout]) -> int:
     """Return the vocabulary size that the input embedding shows; 0 where no rank holds one.
 
     An engine may learn it only while its layout is read, after the first status of a verification.
     """
-    sizes = [
-        shard.tensor.shape[0]
-        for layout in layouts
-        for shard in layout.shards()
-        if shard.tensor.fqn.endswith("embed_tokens.weight")
-    ]
+    sizes = []
+    for layout in layouts:
+        by_token = {resident.name for resident in layout.residents if resident.layer_class in VOCABULARY_LAYERS}
+        sizes += [
+            binding.shard.tensor.shape[0]
+            for binding in layout.bindings
+            if binding.resident in by_token or binding.shard.tensor.fqn.endswith("embed_tokens.weight")
+        ]
     return max(sizes, default=0)
 
 

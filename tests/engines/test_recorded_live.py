@@ -126,6 +126,7 @@ def test_a_live_server_without_rules_is_compared_by_its_own_recording_and_not_re
         assert FindingCode.RECORDED in {finding.code for finding in found.findings}
         # With a replay that agrees, the same bytes under the same recording are a match, and the verdict says how.
         found = Verifier(engine, "w0").verify(VerifyRequest(new, (scored(engine, kind, second),)))
+        assert found.replay is not None, found.verdict.reason
         assert found.replay.status is ReplayStatus.NO_POWER, found.replay.reason  # of a first version
         assert found.verdict.status is VerdictStatus.MATCH
         texts = {finding.code: finding.text for finding in found.verdict.findings}
