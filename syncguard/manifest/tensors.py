@@ -137,7 +137,12 @@ def _form_differences(entry: ManifestEntry, held: Sequence[Held]) -> list[Findin
         tensor = shard.binding.shard.tensor
         for code, expected, observed, advice in (
             (FindingCode.SHAPE_DIFFERS, entry.shape, tensor.shape, "look at the export's padding or fusion"),
-            (FindingCode.DTYPE_DIFFERS, entry.dtype, tensor.dtype, "export in the workers' forms (Gate.forms), which casts first"),
+            (
+                FindingCode.DTYPE_DIFFERS,
+                entry.dtype,
+                tensor.dtype,
+                "export in the workers' forms (Gate.forms), which casts first",
+            ),
         ):
             if expected != observed:
                 return [
