@@ -134,7 +134,9 @@ def inside(
             step = 0.2 + 0.8 / (_PASSES + 1)
             progress.update(bar, description=found.reason[:60], advance=step if found.end else 0.5)
 
-        trained = lambda names: trainer_points(model, one, names)  # noqa: E731 - the other side of the search
+        def trained(names: Sequence[str]) -> Values:
+            return trainer_points(model, one, names)
+
         if point:
             reports = [find_growth(side(point), trained(point), point, floor=allowed)]
         else:
