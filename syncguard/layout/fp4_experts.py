@@ -48,6 +48,10 @@ def nvfp4_experts(view: LayerView) -> None:
         _marlin(view, inner)
         view.refuse(globals13, ROUNDED_GLOBAL)
         view.refuse(globals2, ROUNDED_GLOBAL)
+        for which in ("w13", "w2"):  # made for other backends and left behind (2500, 2521)
+            placeholder = view.tensor(f"{which}_blockscale_swizzled")
+            if placeholder is not None:
+                view.exempt(placeholder, KERNEL_SCRATCH)
         return
     for index, name in enumerate(slot_names(view)):
         both = [f"{name}.{projection}.weight_scale_2" for projection in (names.gate, names.up)]
