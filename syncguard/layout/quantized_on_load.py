@@ -153,7 +153,8 @@ def bind_expert_values(
         if found is None or found.shape != (int(view.attr("num_local_experts")),):
             msg = f"{local} is {None if found is None else found.shape}, not one scale an expert"
             raise ValueError(msg)
-        target = join(view.name, f"{local}.{slot}") if not serialized else sources[0].fqn
+        # Named by the expert, not by its slot, from which it may move.
+        target = sources[0].fqn if serialized else f"{sources[0].fqn}_scale"
         recipe = (
             largest([source.fqn for source in sources])
             if serialized
