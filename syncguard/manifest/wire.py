@@ -228,6 +228,7 @@ def observation_to_proto(observation: RankObservation) -> Any:
         read_bytes=observation.read_bytes,
         duration_s=observation.duration_s,
         probe_version=observation.probe_version,
+        altered=observation.altered,
     )
 
 
@@ -248,6 +249,7 @@ def observation_from_proto(message: Any) -> RankObservation:
         read_bytes=message.read_bytes,
         duration_s=message.duration_s,
         probe_version=message.probe_version,
+        altered=tuple(message.altered),
     )
 
 

@@ -109,7 +109,7 @@ class CheckResult(_message.Message):
     def __init__(self, outcome: _Optional[int] = ..., wrong_count: _Optional[int] = ..., detail: _Optional[str] = ...) -> None: ...
 
 class RankObservation(_message.Message):
-    __slots__ = ("rank", "incarnation", "epoch", "updating", "layout_fingerprint", "algorithm", "key_seed", "partials", "paddings", "derived", "moved", "read_bytes", "duration_s", "probe_version")
+    __slots__ = ("rank", "incarnation", "epoch", "updating", "layout_fingerprint", "algorithm", "key_seed", "partials", "paddings", "derived", "moved", "read_bytes", "duration_s", "probe_version", "altered")
     RANK_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
@@ -124,6 +124,7 @@ class RankObservation(_message.Message):
     READ_BYTES_FIELD_NUMBER: _ClassVar[int]
     DURATION_S_FIELD_NUMBER: _ClassVar[int]
     PROBE_VERSION_FIELD_NUMBER: _ClassVar[int]
+    ALTERED_FIELD_NUMBER: _ClassVar[int]
     rank: _tensor_pb2.RankIdentity
     incarnation: str
     epoch: int
@@ -138,4 +139,5 @@ class RankObservation(_message.Message):
     read_bytes: int
     duration_s: float
     probe_version: str
-    def __init__(self, rank: _Optional[_Union[_tensor_pb2.RankIdentity, _Mapping]] = ..., incarnation: _Optional[str] = ..., epoch: _Optional[int] = ..., updating: bool = ..., layout_fingerprint: _Optional[str] = ..., algorithm: _Optional[str] = ..., key_seed: _Optional[bytes] = ..., partials: _Optional[_Iterable[_Union[_tensor_pb2.PartialDigest, _Mapping]]] = ..., paddings: _Optional[_Iterable[_Union[CheckResult, _Mapping]]] = ..., derived: _Optional[_Iterable[_Union[CheckResult, _Mapping]]] = ..., moved: _Optional[_Iterable[str]] = ..., read_bytes: _Optional[int] = ..., duration_s: _Optional[float] = ..., probe_version: _Optional[str] = ...) -> None: ...
+    altered: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, rank: _Optional[_Union[_tensor_pb2.RankIdentity, _Mapping]] = ..., incarnation: _Optional[str] = ..., epoch: _Optional[int] = ..., updating: bool = ..., layout_fingerprint: _Optional[str] = ..., algorithm: _Optional[str] = ..., key_seed: _Optional[bytes] = ..., partials: _Optional[_Iterable[_Union[_tensor_pb2.PartialDigest, _Mapping]]] = ..., paddings: _Optional[_Iterable[_Union[CheckResult, _Mapping]]] = ..., derived: _Optional[_Iterable[_Union[CheckResult, _Mapping]]] = ..., moved: _Optional[_Iterable[str]] = ..., read_bytes: _Optional[int] = ..., duration_s: _Optional[float] = ..., probe_version: _Optional[str] = ..., altered: _Optional[_Iterable[str]] = ...) -> None: ...

@@ -152,7 +152,7 @@ def test_observations_and_verdicts_survive_the_wire(manifest, make_weights, make
     worker = make_worker(make_weights(3), label="run-7@41")
     worker.residents[1]["down.weight"][0, 0] += 1
     observation = worker.observe()
-    for rank in observation.ranks:
+    for rank in (*observation.ranks, replace(observation.ranks[0], altered=("rotary.cache",), moved=("norm.weight",))):
         assert wire.observation_from_proto(wire.observation_to_proto(rank)) == rank
     verdict = compare(manifest, observation)
     assert verdict.findings
