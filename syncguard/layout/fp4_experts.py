@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from syncguard.layout.model import ResidentTensor
     from syncguard.layout.rules import LayerView, Span
 
+LEFT_BEHIND = "made for another backend: no kernel of this one reads or writes it"
 ROUNDED_GLOBAL = "global scale rounded to the dtype of activations, of the gate alone: the exported one is not held"
 
 
@@ -51,7 +52,7 @@ def nvfp4_experts(view: LayerView) -> None:
         for which in ("w13", "w2"):  # made for other backends and left behind (2500, 2521)
             placeholder = view.tensor(f"{which}_blockscale_swizzled")
             if placeholder is not None:
-                view.exempt(placeholder, KERNEL_SCRATCH)
+                view.exempt(placeholder, LEFT_BEHIND)
         return
     for index, name in enumerate(slot_names(view)):
         both = [f"{name}.{projection}.weight_scale_2" for projection in (names.gate, names.up)]
