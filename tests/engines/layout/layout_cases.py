@@ -135,6 +135,18 @@ class Cell:
         return Rank(folder, self.split, pp_rank, tp_rank, machine=machine, **args)
 
 
+MORE_SPLITS: dict[tuple[str, str], tuple[Split, ...]] = {
+    ("gpt-oss", "mxfp4-trtllm"): (Split(tp=4, ep=2),),
+    ("gpt-oss", "mxfp4-marlin"): (Split(tp=2, ep=2),),
+    ("qwen3", "nvfp4"): (Split(pp=2),),
+    ("qwen3-moe", "nvfp4"): (Split(tp=2),),
+    ("qwen3-moe", "nvfp4-trtllm"): (Split(tp=2), Split(tp=4, ep=2)),
+    ("qwen3-moe", "ct-nvfp4-trtllm"): (Split(tp=2),),
+    ("qwen3-moe", "ct-wna16"): (Split(tp=2),),
+    ("qwen3-moe", "awq-marlin"): (Split(tp=2),),
+}
+"""Splits of packed forms besides the one that each scheme is tried at."""
+
 CELLS = [
     *(Cell(name, "float32", split) for name, splits in SPLITS.items() for split in splits),
     *(Cell(name, "bfloat16", Split(tp=2)) for name in SPLITS),
@@ -144,6 +156,7 @@ CELLS = [
         for name in names
         for split in (Split(tp=2, ep=2) if name in {"qwen3-moe", "deepseek-v3"} else Split(tp=2),)
     ),
+    *(Cell(name, scheme, split) for (name, scheme), splits in MORE_SPLITS.items() for split in splits),
 ]
 
 

@@ -140,3 +140,16 @@ def test_a_derived_scale_that_was_not_refreshed_is_stale(tmp_path):
     assert {(f.code, f.resident) for f in verdict.findings} == {
         (FindingCode.DERIVED_STALE, "model.layers.0.mlp.down_proj.alpha")
     }
+
+
+def test_scales_of_gptq_experts_that_are_sized_for_all_ranks_are_refused(tmp_path):
+    # gptq_moe.py:229-233 has the two sizes of w2_scales the wrong way round: without an activation order each rank has room
+    # for the groups of all, and loads its own.
+    cell = Cell("qwen3-moe", "gptq-marlin", Split(tp=2))
+    tensors = cell.export(tmp_path)
+    rank = cell.rank(tmp_path, 0, 0)
+    rank.load(tensors)
+    verdict = Worker([rank]).verdict(manifest_of(tensors))
+    assert verdict.status is not VerdictStatus.MATCH
+    reasons = {f"{f.text} {f.observed}" for f in verdict.findings if f.code is FindingCode.UNBOUND}
+    assert any("w2_scales has 8 groups, of which a rank loads 4" in reason for reason in reasons)
