@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from syncguard.digest import DigestJob, PartialDigest, expected_coverage, finalize
 from syncguard.errors import ManifestError
 from syncguard.manifest.model import Changed, ManifestEntry, Part
+from syncguard.manifest.observed import TARGET
 from syncguard.spec import Box
 
 if TYPE_CHECKING:
@@ -50,6 +51,8 @@ def boxes_of(layouts: Iterable[RankLayout]) -> dict[str, tuple[Box, ...]]:
     """
     boxes: dict[str, set[Box]] = {}
     for layout in layouts:
+        if layout.rank.role != TARGET:
+            continue  # a draft model has other tensors under the same names
         for shard in layout.shards():
             boxes.setdefault(shard.tensor.fqn, set()).add(shard.box)
     return {fqn: tuple(sorted(found)) for fqn, found in boxes.items() if len(found) > 1}

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from syncguard.layout.published import FP8_REQUANTIZED, FP8_REQUANTIZED_HALF, MAX, recipe_of
+from syncguard.manifest.observed import TARGET
 from syncguard.spec import Box
 
 if TYPE_CHECKING:
@@ -22,8 +23,12 @@ if TYPE_CHECKING:
 
 
 def forms_of(layouts: Iterable[RankLayout]) -> dict[str, str]:
-    """Return the dtype of every logical tensor that ranks hold, by its name; names of computed forms hold their recipe."""
-    return {shard.tensor.fqn: shard.tensor.dtype for layout in layouts for shard in layout.shards()}
+    """Return the dtype of every logical tensor that ranks hold, by its name; names of computed forms hold their recipe.
+
+    Those of a draft model are left out: it has other tensors under the same names.
+    """
+    served = [layout for layout in layouts if layout.rank.role == TARGET]
+    return {shard.tensor.fqn: shard.tensor.dtype for layout in served for shard in layout.shards()}
 
 
 FUSED: Final = (".experts.gate_up_proj", ".experts.down_proj")

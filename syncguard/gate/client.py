@@ -9,6 +9,7 @@ import grpc
 
 from syncguard.errors import IncompleteError, SpecVersionError, SyncguardError
 from syncguard.gate.request import EncodedVerify
+from syncguard.manifest.observed import TARGET
 from syncguard.manifest.verdict import Finding, FindingCode, Readiness, ReadinessState, Severity, Verdict, VerdictStatus
 from syncguard.manifest.wire import chunks_to_proto, header_to_proto, observation_from_proto, version_to_proto
 from syncguard.manifest.wire_verdict import readiness_from_proto, verdict_from_proto
@@ -220,7 +221,7 @@ class AgentClient:
     def boxes(self) -> dict[str, tuple[Box, ...]]:
         """Return the boxes of every logical tensor that the worker's ranks hold, each once."""
         found: dict[str, set[Box]] = {}
-        for layout in self.layouts():
+        for layout in self._served():
             for binding in layout.bindings:
                 box = Box(tuple(binding.box.offsets), tuple(binding.box.sizes))
                 found.setdefault(binding.tensor.fqn, set()).add(box)
@@ -228,7 +229,11 @@ class AgentClient:
 
     def forms(self) -> dict[str, str]:
         """Return the dtype of every logical tensor that the worker's ranks hold, by its name, for `ManifestBuilder`."""
-        return {binding.tensor.fqn: binding.tensor.dtype for layout in self.layouts() for binding in layout.bindings}
+        return {binding.tensor.fqn: binding.tensor.dtype for layout in self._served() for binding in layout.bindings}
+
+    def _served(self) -> list[Any]:
+        """Return the layouts of the served model: a draft model has other tensors under the same names."""
+        return [layout for layout in self.layouts() if layout.rank.role in ("", TARGET)]
 
     def observe(self, key_seed: bytes) -> tuple[RankObservation, ...]:
         """Digest every rank once under a key seed."""

@@ -8,12 +8,16 @@ from safetensors.torch import save_file
 
 from syncguard.errors import ManifestError
 from syncguard.export.checkpoint import export_checkpoint
+from syncguard.export.entry import boxes_of
+from syncguard.export.forms import forms_of
 from syncguard.export.stream import ManifestBuilder
+from syncguard.gate.client import AgentClient
 from syncguard.layout.model import Binding, LogicalTensor, RankIdentity, RankLayout, ResidentTensor, Role, Shard
 from syncguard.layout.published import agreed_forms, recipe_of
 from syncguard.manifest.compare import compare
 from syncguard.manifest.model import RankObservation, WorkerObservation
 from syncguard.manifest.verdict import FindingCode, VerdictStatus
+from syncguard.manifest.wire import layout_to_proto
 from syncguard.spec import Box, WeightVersion
 
 V = WeightVersion("run", 1)
@@ -143,3 +147,28 @@ def test_a_name_with_a_box_that_is_none_is_an_ordinary_name(box):
 def test_a_worker_that_claims_a_form_that_cannot_be_computed_is_refused_by_name(recipe):
     with pytest.raises(ManifestError):
         manifest_of({"s": torch.ones(4)}, {f"w#{recipe}": "float8_e4m3fn"})
+
+
+# --- a draft model beside the served one
+
+
+def layout_of(role, dtype, boxes):
+    tensor = LogicalTensor("model.layers.0.mlp.down_proj.weight", dtype, (4, 4))
+    bindings = tuple(Binding(Shard(tensor, box), f"r{index}") for index, box in enumerate(boxes))
+    return RankLayout(RankIdentity(role=role), "Model", (), bindings).sealed()
+
+
+SERVED = layout_of("target", "bfloat16", [Box((0, 0), (4, 2)), Box((0, 2), (4, 2))])
+DRAFT = layout_of("draft", "float16", [Box((0, 0), (1, 4)), Box((1, 0), (3, 4))])
+
+
+@pytest.mark.parametrize("layouts", [(SERVED, DRAFT), (DRAFT, SERVED)])
+def test_a_draft_model_does_not_say_in_which_form_the_served_one_is_exported(layouts, monkeypatch):
+    name = "model.layers.0.mlp.down_proj.weight"
+    boxes = (Box((0, 0), (4, 2)), Box((0, 2), (4, 2)))
+    assert forms_of(layouts) == {name: "bfloat16"}
+    assert boxes_of(layouts) == {name: boxes}
+    with AgentClient("127.0.0.1:1") as client:
+        monkeypatch.setattr(client, "layouts", lambda: tuple(map(layout_to_proto, layouts)))
+        assert client.forms() == {name: "bfloat16"}
+        assert client.boxes() == {name: boxes}
