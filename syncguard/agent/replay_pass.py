@@ -11,6 +11,7 @@ from hashlib import blake2b
 from typing import TYPE_CHECKING
 
 from syncguard.errors import ScoreError
+from syncguard.manifest.observed import TARGET
 from syncguard.manifest.verdict import Finding, FindingCode, Severity
 from syncguard.replay import ReplayEvidence, ReplayRecord, b_key, check_returned_ids, checked_scores
 
@@ -44,6 +45,8 @@ def vocabulary_of(layouts: Sequence[RankLayout]) -> int:
     """
     sizes = []
     for layout in layouts:
+        if layout.rank.role != TARGET:
+            continue  # a draft model may have another vocabulary
         by_token = {resident.name for resident in layout.residents if resident.layer_class in VOCABULARY_LAYERS}
         sizes += [
             binding.shard.tensor.shape[0]

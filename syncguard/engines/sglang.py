@@ -27,6 +27,7 @@ from syncguard.engines.sglang_inside import forcing
 from syncguard.errors import EngineError, ScoreError, UnreachableError, UnsupportedError
 from syncguard.layout.model import RankLayout
 from syncguard.manifest.model import RankObservation
+from syncguard.manifest.observed import TARGET
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -136,7 +137,7 @@ class SglangEngine:
             if layout.fingerprint in self._layouts:
                 continue
             for shard in layout.shards():
-                if shard.tensor.fqn.endswith("embed_tokens.weight"):
+                if layout.rank.role == TARGET and shard.tensor.fqn.endswith("embed_tokens.weight"):
                     self._vocab_size = shard.tensor.shape[0]
         self._layouts = {layout.fingerprint: layout for layout in layouts}
         return tuple(layouts)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from syncguard.agent.replay_pass import vocabulary_of
@@ -26,3 +28,10 @@ def layout(fqn, layer_class, rows):
 )
 def test_the_layer_class_tells_the_vocabulary_where_the_name_does_not(fqn, layer_class, size):
     assert vocabulary_of([layout(fqn, layer_class, 130)]) == size
+
+
+def test_the_vocabulary_of_a_draft_model_is_not_that_of_the_served_one():
+    served = layout("model.embed_tokens.weight", "VocabParallelEmbedding", 130)
+    draft = layout("model.embed_tokens.weight", "VocabParallelEmbedding", 999)
+    draft = replace(draft, rank=replace(draft.rank, role="draft"))
+    assert vocabulary_of([served, draft]) == vocabulary_of([draft, served]) == 130
