@@ -14,6 +14,7 @@ from syncguard.errors import ScoreError
 from syncguard.manifest.observed import TARGET
 from syncguard.manifest.verdict import Finding, FindingCode, Severity
 from syncguard.replay import ReplayEvidence, ReplayRecord, b_key, check_returned_ids, checked_scores
+from syncguard.replay.packing import require_one_context
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -107,10 +108,13 @@ class ReplayRunner:
             replicas: Data-parallel replicas; a request that names none would reach only one of them.
 
         Raises:
+            RecordError: A packed record.
+            UnsupportedError: A record of a call with an adapter or with images.
             ScoreError: Other ids came back, or a score is not finite.
             EngineError: The engine refused.
             UnreachableError: The engine did not answer.
         """
+        require_one_context(records)
         first, *others = (
             self._take(records, label=label, cold=cold, warm=warm, replica=replica)
             for replica in range(max(1, replicas))

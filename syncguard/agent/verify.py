@@ -26,6 +26,7 @@ from syncguard.agent.verification import Cancelled, Verification, VerifyRequest
 from syncguard.errors import (
     EngineError,
     ObservationRacedError,
+    RecordError,
     ScoreError,
     SpecVersionError,
     SyncguardError,
@@ -37,6 +38,7 @@ from syncguard.manifest.model import WorkerObservation
 from syncguard.manifest.recorded import recorded_findings
 from syncguard.manifest.verdict import Finding, FindingCode, Severity, Verdict, VerdictStatus, status_of
 from syncguard.replay import ReplayRecord, ReplayStatus, ReplayVerdict, judge_replay
+from syncguard.replay.packing import require_one_context
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -285,6 +287,11 @@ class _Run:
             return
         if not request.records:
             self.missing("no saved response was sent; send a record with C scores, or waive the replay by name")
+            return
+        try:
+            require_one_context(request.records)
+        except (RecordError, UnsupportedError) as error:
+            self.missing(error.text())
             return
         warm = 1 if request.policy.require_warm else 0
         replicas = max(1, status.replicas)

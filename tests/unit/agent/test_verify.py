@@ -110,6 +110,16 @@ def test_a_record_without_trainer_scores_is_incomplete() -> None:
     assert FindingCode.REPLAY_MISSING in codes(found)
 
 
+@pytest.mark.parametrize("changes", [{"segment_ids": [0] * 5 + [1] * 7}, {"call": {"adapter": "sha256:1"}}], ids=str)
+def test_a_record_that_ids_alone_do_not_describe_is_incomplete_and_never_sent(changes) -> None:
+    engine = SimulatedEngine(T1, label="run@1")
+    record = replace(record_of(T0, T1, tokens=9), **changes)
+    found = verify(engine, VerifyRequest(manifest_of(T1, "run@1"), (record,)))
+    assert found.verdict.status is VerdictStatus.INCOMPLETE
+    assert codes(found) == {FindingCode.REPLAY_MISSING}
+    assert "score" not in engine.calls
+
+
 def test_a_waived_replay_matches_and_says_so() -> None:
     found = verify(worker_at(T1, "run@1"), request(records=(), replay_waived_because="no scores in this run"))
     assert found.verdict.status is VerdictStatus.MATCH
