@@ -16,7 +16,7 @@ import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 from syncguard.errors import SyncguardError, UnreachableError, UsageError, VersionOrderError
 from syncguard.gate.admission import Admission
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("syncguard.gate")
 Records: TypeAlias = "ReplayRecord | Sequence[ReplayRecord] | None"
+_T = TypeVar("_T")
 _PARALLEL_MAX = 64
 _WATCH_INTERVAL_S = 1.0
 
@@ -273,9 +274,13 @@ class Gate:
         return self._clients[address].capture(prompt_ids, max_new_tokens=max_new_tokens, seed=seed)
 
     def boxes(self) -> dict[str, tuple[Box, ...]]:
-        """Return the boxes of every logical tensor that the workers hold, for a manifest with parts."""
+        """Return the boxes of every logical tensor that the workers hold, for a manifest with parts.
+
+        Raises:
+            UnreachableError: No worker answered.
+        """
         merged: dict[str, set[Box]] = {}
-        for found in self._pool.map(lambda client: client.boxes(), self._clients.values()):
+        for found in self._answers(AgentClient.boxes):
             for fqn, boxes in found.items():
                 merged.setdefault(fqn, set()).update(boxes)
         return {fqn: tuple(sorted(boxes)) for fqn, boxes in merged.items()}
@@ -285,13 +290,36 @@ class Gate:
 
         An exporter casts and quantizes by it what the engines hold in another form than it exports. Workers that hold one
         tensor in two forms cannot both be right: what most hold is taken, and the others' verdicts say so.
+
+        Raises:
+            UnreachableError: No worker answered.
         """
-        return agreed_forms(list(self._pool.map(lambda client: client.forms(), self._clients.values())))
+        return agreed_forms(self._answers(AgentClient.forms))
 
     def workers(self) -> tuple[WorkerState, ...]:
         """Return what is known of each worker."""
         with self._lock:
             return tuple(self._states.values())
+
+    def _answers(self, ask: Callable[[AgentClient], _T]) -> list[_T]:
+        """Ask all agents; one that does not answer, or whose engine does not, is left out: it is not ready in any case.
+
+        Raises:
+            UnreachableError: None answered.
+        """
+        failed: list[UnreachableError] = []
+
+        def answer(client: AgentClient) -> list[_T]:
+            try:
+                return [ask(client)]
+            except UnreachableError as error:
+                failed.append(error)
+                return []
+
+        found = [one for answers in self._pool.map(answer, self._clients.values()) for one in answers]
+        if not found:
+            raise failed[0]
+        return found
 
     # --- one worker ------------------------------------------------------------------------------------------------
 

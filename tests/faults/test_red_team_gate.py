@@ -269,3 +269,14 @@ def test_a_gate_with_routers_watches_by_default_and_one_without_does_not(rig) ->
         assert gate._watcher.is_alive()
     with Gate([one.address]) as gate:
         assert not gate._watcher.is_alive()
+
+
+def test_one_agent_that_is_gone_does_not_keep_the_trainer_from_exporting_for_the_others(rig):
+    alive, gone = rig("alive"), rig("gone")
+    gone.server.stop(0)
+    with Gate([gone.address, alive.address], timeout_s=2.0, verify_timeout_s=2.0) as gate:
+        assert set(gate.forms()) == set(T0)
+        assert gate.boxes().keys() == T0.keys()
+        alive.server.stop(0)
+        with pytest.raises(UnreachableError):
+            gate.forms()
