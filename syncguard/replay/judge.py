@@ -248,8 +248,22 @@ class _Judgement:
             return ReplayStatus.FAIL, "stale", f"{said}: the worker still scores as T0"
         if power.followed < self.policy.follow_share or gap > self.policy.unexplained_share * change:
             said = f"of the change C_new-C_old ({change:.4g} nat) B made {power.followed:.0%}; B_new-C_new is {gap:.4g} nat"
-            return ReplayStatus.FAIL, "partial update", f"{said}: part of the update is missing or wrong"
+            partial = (ReplayStatus.FAIL, "partial update", f"{said}: part of the update is missing or wrong")
+            return self._single_tokens() or partial  # a router's tie moves one token as far as half an update would
         return None
+
+    def _single_tokens(self) -> _Outcome | None:
+        """Single tokens that differ while the others agree are no state of the weights, whatever they do to the means."""
+        if self.gap.mae < self.limit:
+            return None
+        delta = (self.b_new - self.c_new)[self.active]
+        tail = find_tail(delta, limit_nats=self.limit, tolerance_nats=5 * self.limit)
+        if tail is None:
+            return None
+        said = f"MAE(B_new-C_new) is {self.gap.mae:.4g} nat, limit {self.limit:.4g}"
+        others = f"the others agree ({tail.body_mae:.4g} nat)"
+        advice = "look at routing near ties; outlier_share allows for them in mixture-of-experts models"
+        return ReplayStatus.FAIL, "outlier", f"{said}: {tail.count} single tokens differ, {others}; {advice}"
 
     def _part_of_update(self, power: Power) -> _Outcome | None:
         """Half of an update can move the scores by nearly all of it, with a gap under any limit that noise allows.
@@ -300,9 +314,8 @@ class _Judgement:
         if self.dropped:
             said += f", {self.dropped} outlier tokens left out by policy (worst {self.whole_gap.maximum:.4g})"
         if gap >= self.limit:
-            delta = (self.b_new - self.c_new)[self.active]
-            if find_tail(delta, limit_nats=self.limit, tolerance_nats=5 * self.limit) is not None:
-                return ReplayStatus.FAIL, "outlier", f"{said}: single tokens differ, the others agree"
+            if (tail := self._single_tokens()) is not None:
+                return tail
             if self.base_agrees and power.sees:
                 return (
                     ReplayStatus.FAIL,
