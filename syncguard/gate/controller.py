@@ -354,7 +354,8 @@ class Gate:
                 unreachable=unreachable,
             )
         self._names[address] = found.worker
-        self._follow(address, generation)
+        if self._admission.routers:
+            self._follow(address, generation)
 
     def _refresh(self, address: str) -> int:
         """Ask an agent for its readiness; an answer that is older than what is known tells the name only.

@@ -37,6 +37,7 @@ _READINESS: Final = {
 _STATUS_BACK: Final = {number: status for status, number in _STATUS.items()}
 _SEVERITY_BACK: Final = {number: severity for severity, number in _SEVERITY.items()}
 _READINESS_BACK: Final = {number: state for state, number in _READINESS.items()}
+_COVERAGE: Final = tuple(field.name for field in fields(Coverage))
 _TEXTS: Final = ("text", "fqn", "box", "worker", "rank", "resident", "expected", "observed")
 
 
@@ -46,21 +47,20 @@ def verdict_to_proto(verdict: Verdict) -> Any:
         status=_STATUS[verdict.status],
         reason=verdict.reason,
         findings=[finding_to_proto(finding) for finding in verdict.findings],
-        coverage=verdict_pb2.Coverage(
-            **{field.name: getattr(verdict.coverage, field.name) for field in fields(verdict.coverage)}
-        ),
+        coverage=verdict_pb2.Coverage(**{name: getattr(verdict.coverage, name) for name in _COVERAGE}),
         evidence=verdict.evidence,
     )
 
 
 def verdict_from_proto(message: Any) -> Verdict:
     """Return the verdict of a message; an unspecified status is INCOMPLETE."""
-    coverage = {field.name: getattr(message.coverage, field.name) for field in fields(Coverage)}
+    told = message.coverage
+    coverage = {name: getattr(told, name) for name in _COVERAGE}
     return Verdict(
         status=_STATUS_BACK.get(message.status, VerdictStatus.INCOMPLETE),
         reason=message.reason,
         findings=tuple(finding_from_proto(finding) for finding in message.findings),
-        coverage=Coverage(**{**coverage, "uncovered": tuple(message.coverage.uncovered)}),
+        coverage=Coverage(**{**coverage, "uncovered": tuple(told.uncovered)}),
         evidence=dict(message.evidence),
     )
 
