@@ -11,6 +11,7 @@ from syncguard.cli.output import console, print_json, progress_bar
 from syncguard.digest import DEFAULT_KEY_SEED
 from syncguard.errors import UsageError
 from syncguard.manifest.codec import save
+from syncguard.manifest.model import ExemptPolicy
 from syncguard.spec import WeightVersion
 
 
@@ -26,6 +27,18 @@ def key_seed_from(text: str) -> bytes:
         raise UsageError(
             "key seed", expected="an even number of hex digits", found=error, where="--key-seed"
         ) from error
+
+
+def exempt_from(text: str) -> ExemptPolicy:
+    """Read an `--exempt` option.
+
+    Raises:
+        UsageError: Not `NAME=REASON`.
+    """
+    name, equals, reason = text.partition("=")
+    if not equals or not name.strip() or not reason.strip():
+        raise UsageError("exemption", expected="NAME=REASON", found=repr(text), where="--exempt")
+    return ExemptPolicy(name.strip(), reason.strip())
 
 
 def export(
@@ -48,6 +61,13 @@ def export(
             metavar="HOST:PORT", help="Agent of a worker: cast and quantize as that worker does before digesting."
         ),
     ] = "",
+    exempt: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=REASON",
+            help="Tensor that workers do not hold, such as a packed layer's weight_shape; always counted. Repeatable.",
+        ),
+    ] = None,
     tls_ca: Annotated[Path | None, typer.Option(help="CA certificate of the agent; without it, loopback only.")] = None,
     tls_cert: Annotated[Path | None, typer.Option(help="Client certificate; goes with --tls-ca and --tls-key.")] = None,
     tls_key: Annotated[Path | None, typer.Option(help="Key of the client certificate.")] = None,
@@ -77,6 +97,7 @@ def export(
             key_seed=seed,
             progress=lambda fraction: bar.update(bar.task_ids[0], completed=fraction),
             forms=forms,
+            exempt=[exempt_from(text) for text in exempt or ()],
         )
     save(manifest, output)
     if as_json:

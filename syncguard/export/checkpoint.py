@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from syncguard.export.forms import Formed
-    from syncguard.manifest.model import ManifestEntry
+    from syncguard.manifest.model import ExemptPolicy, ManifestEntry
     from syncguard.spec import Box, WeightVersion
 
 CONFIG: Final = "config.json"
@@ -40,6 +40,7 @@ def export_checkpoint(
     previous: Manifest | None = None,
     progress: Callable[[float], None] | None = None,
     forms: Mapping[str, str] | None = None,
+    exempt: Sequence[ExemptPolicy] = (),
 ) -> Manifest:
     """Digest every tensor of a checkpoint folder.
 
@@ -54,6 +55,7 @@ def export_checkpoint(
         progress: Called with the fraction of bytes done, 0 to 1.
         forms: Logical name → dtype of what the workers hold: tensors are cast and quantized as the engine does, with torch,
             before they are digested.
+        exempt: Tensors that workers are not expected to hold, each by name and with a reason.
 
     Returns:
         The sealed manifest.
@@ -73,8 +75,10 @@ def export_checkpoint(
     total = sum(tensor.size_bytes for tensor in tensors.values()) or 1
     done = 0
     for batch in _batches(tensors.values()):
-        own = [tensor for tensor in batch if formed.concerns(tensor.fqn, tensor.dtype.name)]
-        rest = [tensor for tensor in batch if tensor not in own] if own else batch
+        own: list[StoredTensor] = []
+        rest: list[StoredTensor] = []
+        for tensor in batch:
+            (own if formed.concerns(tensor.fqn, tensor.dtype.name) else rest).append(tensor)
         for entry in (*_digest(rest, parts, key_seed), *_digest_formed(own, formed, key_seed)):
             entries[entry.fqn] = entry
         done += sum(tensor.size_bytes for tensor in batch)
@@ -93,6 +97,7 @@ def export_checkpoint(
             algorithm=ALGORITHM,
             key_seed_hex=key_seed.hex(),
             entries=tuple(structs.replace(entries[fqn], changed=told[fqn]) for fqn in sorted(entries)),
+            exempt=tuple(exempt),
             source=source + (f", not in its index: {' '.join(ignored)}" if ignored else ""),
         )
     )

@@ -10,6 +10,8 @@ import pytest
 from safetensors.numpy import save_file
 
 from syncguard.cli.main import main
+from syncguard.manifest.codec import load
+from syncguard.manifest.model import ExemptPolicy
 
 
 @pytest.fixture
@@ -56,7 +58,8 @@ def manifest(run, checkpoint, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "command", ["agent", "gate", "export", "audit", "diff", "layout", "capture", "diagnose", "report", "demo"]
+    "command",
+    ["agent", "gate", "export", "audit", "diff", "layout", "capture", "diagnose", "inside", "study", "report", "demo"],
 )
 def test_every_command_explains_itself_and_its_exit_codes(run, command):
     code, out, _ = run(command, "--help")
@@ -70,6 +73,13 @@ def test_export_says_what_it_wrote(run, checkpoint, tmp_path):
     assert code == told["exit_code"] == 0
     assert (told["tensors"], told["bytes"], told["weight_version"]) == (2, 58, "run@7")
     assert json.loads((tmp_path / "m.json").read_text())["manifest_id"] == told["manifest_id"]
+
+
+def test_an_exemption_of_an_export_has_a_name_and_a_reason_and_is_kept(run, checkpoint, tmp_path):
+    path = tmp_path / "m.json"
+    code, *_ = run("export", checkpoint(), "-o", path, "--exempt", "a.weight=tied in the engine = not sent")
+    assert code == 0
+    assert load(path).exempt == (ExemptPolicy("a.weight", "tied in the engine = not sent"),)
 
 
 def test_diff_of_equal_exports_is_0_although_the_versions_differ(run, manifest):
@@ -118,6 +128,8 @@ def test_diff_under_two_keys_is_incomplete_and_not_a_difference(run, checkpoint,
         (("export", "NOWHERE", "-o", "m.json"), 2, "NOWHERE"),
         (("export", "CHECKPOINT", "-o", "m.json", "--weight-version", "seven"), 2, "RUN@STEP"),
         (("export", "CHECKPOINT", "-o", "m.json", "--key-seed", "xyz"), 2, "hex"),
+        (("export", "CHECKPOINT", "-o", "m.json", "--exempt", "a.weight"), 2, "NAME=REASON"),
+        (("export", "CHECKPOINT", "-o", "m.json", "--exempt", "no.such.tensor=a reason"), 2, "exemption"),
         (("diff", "none.json", "none.json"), 2, "none.json"),
         (("audit", "--agent", "127.0.0.1:1", "--manifest", "MANIFEST", "--timeout-s", "2"), 13, "127.0.0.1:1"),
         (("audit", "--agent", "192.0.2.1:1", "--manifest", "MANIFEST"), 2, "loopback"),
