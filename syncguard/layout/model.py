@@ -24,6 +24,7 @@ __all__ = [
     "BindingSource",
     "CanonicalForm",
     "Derived",
+    "Dropped",
     "Exempt",
     "LogicalTensor",
     "Narrow",
@@ -176,6 +177,14 @@ class Unbound:
     reason: str
 
 
+@dataclass(frozen=True, slots=True)
+class Dropped:
+    """A checkpoint tensor that the engine throws away on loading, since nothing reads it: no rank can hold it."""
+
+    fqn: str
+    reason: str
+
+
 @dataclass(frozen=True, slots=True, order=True)
 class RankIdentity:
     """Which rank of the worker speaks; sizes are what its own process groups say.
@@ -216,6 +225,7 @@ class RankLayout:
         derived: Derived-state claims; observations answer in this order.
         exempt: Named exemptions.
         unbound: What has no rule.
+        dropped: Checkpoint tensors that loading drops, by name and with the reason of the rule.
         uncovered: State that the walk knows it cannot see (LoRA slots, graph copies), by name.
     """
 
@@ -228,6 +238,7 @@ class RankLayout:
     exempt: tuple[Exempt, ...] = ()
     unbound: tuple[Unbound, ...] = ()
     uncovered: tuple[str, ...] = ()
+    dropped: tuple[Dropped, ...] = ()
     fingerprint: str = field(default="", compare=False)
 
     def sealed(self) -> RankLayout:

@@ -11,18 +11,17 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from syncguard.layout.arrangements import Packing, marlin_scales, marlin_weight, marlin_zero_points
-from syncguard.layout.expert_grids import bind_experts, inner_span
+from syncguard.layout.expert_grids import bind_experts, inner_span, slot_names
 from syncguard.layout.experts import expert_form
 from syncguard.layout.fp4 import KERNEL_SCRATCH
 from syncguard.layout.grids import Stored, needed
-from syncguard.layout.packed import SHAPE_ON_LOAD, SORTED_ROWS, WORD
+from syncguard.layout.packed import SHAPE_ON_LOAD, SORTED_ROWS, UNREAD_ZEROS, WORD, drop_unread
 
 if TYPE_CHECKING:
     from syncguard.layout.rules import LayerView, Span
 
 NIBBLES = 8
 """4-bit values in a word."""
-UNREAD_ZEROS = "zero points of a symmetric scheme: no kernel reads them"
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +81,8 @@ def gptq_experts(view: LayerView) -> None:
     _bind(view, scheme, inner)
     for which in ("w13", "w2"):
         view.exempt(needed(view, f"{which}_qzeros"), UNREAD_ZEROS)
+    for module in _projections(view):
+        drop_unread(view, module, config)
 
 
 @expert_form(
@@ -104,6 +105,15 @@ def ct_experts(view: LayerView) -> None:
     _bind(view, _Scheme("weight_packed", "weight_scale", bits, group, Packing.ROWS, compared), inner)
     for which in ("w13", "w2"):
         view.exempt(needed(view, f"{which}_weight_shape"), SHAPE_ON_LOAD)
+    for module in _projections(view):
+        view.drop(f"{module}.weight_shape", SHAPE_ON_LOAD)
+
+
+def _projections(view: LayerView) -> list[str]:
+    """Return the checkpoint modules of every expert that this rank holds, each once."""
+    names = view.family.experts
+    parts = (names.gate, names.up, names.down)
+    return [f"{slot}.{part}" for slot in dict.fromkeys(slot_names(view)) for part in parts]
 
 
 def _config(view: LayerView) -> Any:

@@ -15,6 +15,7 @@ from syncguard.layout.model import (
     Binding,
     CanonicalForm,
     Derived,
+    Dropped,
     Exempt,
     LogicalTensor,
     Padding,
@@ -73,6 +74,7 @@ class Claims:
     exempt: list[Exempt] = field(default_factory=list)
     unbound: list[Unbound] = field(default_factory=list)
     uncovered: list[str] = field(default_factory=list)
+    dropped: list[Dropped] = field(default_factory=list)
     claimed: set[str] = field(default_factory=set)
 
 
@@ -245,6 +247,11 @@ class LayerView:
         """Name a resident tensor that no update writes and no export holds."""
         self.out.claimed.add(resident.name)
         self.out.exempt.append(Exempt(resident.name, reason))
+
+    def drop(self, fqn: str, reason: str) -> None:
+        """Name a checkpoint tensor that loading drops, so that a manifest which has it is not incomplete for it."""
+        if not self.alias:
+            self.out.dropped.append(Dropped(fqn, reason))
 
     def refuse(self, resident: ResidentTensor, reason: str) -> None:
         """Say that there is no rule for a resident tensor."""

@@ -124,6 +124,7 @@ def walk_model(
         exempt=tuple(out.exempt),
         unbound=tuple(out.unbound),
         uncovered=(*out.uncovered, *_out_of_sight(places, live)),
+        dropped=tuple(out.dropped),
     )
     return layout.sealed(), live
 

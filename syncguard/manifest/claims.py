@@ -80,12 +80,14 @@ class WorkerClaims:
         layouts: The layouts, in the order of their ranks.
         facts: Of each layout.
         tensors: Claims by checkpoint name.
+        dropped: Checkpoint tensors that loading drops, by the word of a rank's rules.
         starts: Where each layout's bindings begin in the list of all.
     """
 
     layouts: tuple[RankLayout, ...]
     facts: tuple[LayoutFacts, ...]
     tensors: dict[str, TensorClaim]
+    dropped: frozenset[str]
     starts: tuple[int, ...]
 
     def place(self, index: int) -> tuple[int, int]:
@@ -151,7 +153,8 @@ def _claims(layouts: tuple[RankLayout, ...]) -> WorkerClaims:
             alias=all(bindings[index].alias for index in indices),
             replicas=len(indices) - len(boxes),
         )
-    return WorkerClaims(layouts, tuple(_facts(layout) for layout in layouts), tensors, starts)
+    dropped = frozenset(named.fqn for layout in layouts for named in layout.dropped)
+    return WorkerClaims(layouts, tuple(_facts(layout) for layout in layouts), tensors, dropped, starts)
 
 
 def _tiles(shape: tuple[int, ...], boxes: tuple[Box, ...]) -> bool:

@@ -47,15 +47,16 @@ def compare(
     findings += label_findings(manifest, observation, require_label=require_label)
 
     partials = [partial for _, rank in pairs for partial in rank.partials]
-    exempt = {policy.fqn for policy in manifest.exempt}
+    exempt = {policy.fqn for policy in manifest.exempt} | claims.dropped
     sound: list[ManifestEntry] = []
     outcomes: list[TensorOutcome] = []
-    replicas = 0
+    replicas = exempted = dropped = 0
     for entry in manifest.entries:
         claim = claims.tensors.get(entry.fqn)
         if claim is None:
             if entry.fqn in exempt:
-                coverage = replace(coverage, exempt_tensors=coverage.exempt_tensors + 1)
+                exempted += 1
+                dropped += entry.fqn in claims.dropped
             else:
                 outcomes.append(TensorOutcome([_not_held(entry.fqn)]))
         elif adds_up(entry, claim, partials) and not frozen_export(entry, explainer):
@@ -69,9 +70,10 @@ def compare(
     findings += torn_findings(outcomes, sound, explainer)
 
     proven = len(sound) + sum(outcome.proven for outcome in outcomes)
-    missed = len(manifest.entries) - proven - coverage.exempt_tensors
+    missed = len(manifest.entries) - proven - exempted
     coverage = replace(
         coverage,
+        exempt_tensors=exempted,
         manifest_tensors=len(manifest.entries),
         proven_tensors=proven,
         replicas=replicas + sum(outcome.replicas for outcome in outcomes),
@@ -88,7 +90,7 @@ def compare(
     if not proven or missed:
         status = max(status, VerdictStatus.INCOMPLETE, key=_rank_status)
     reason = _reason(status, ordered, manifest, coverage)
-    return Verdict(status, reason, ordered, coverage, _evidence(manifest, observation, claims))
+    return Verdict(status, reason, ordered, coverage, _evidence(manifest, observation, claims, dropped=dropped))
 
 
 def known_version(manifest: Manifest, observation: WorkerObservation | None = None) -> KnownVersion:
@@ -205,7 +207,9 @@ def _reason(status: VerdictStatus, findings: Sequence[Finding], manifest: Manife
     return f"{proven} of {total} tensors of {manifest.version} proven; {listed}"
 
 
-def _evidence(manifest: Manifest, observation: WorkerObservation, claims: WorkerClaims) -> dict[str, str]:
+def _evidence(
+    manifest: Manifest, observation: WorkerObservation, claims: WorkerClaims, *, dropped: int
+) -> dict[str, str]:
     return {
         "worker": observation.worker,
         "weight_version": str(manifest.version),
@@ -215,5 +219,6 @@ def _evidence(manifest: Manifest, observation: WorkerObservation, claims: Worker
         "epoch": ", ".join(sorted({str(rank.epoch) for rank in observation.ranks})),
         "observe_s": f"{max((rank.duration_s for rank in observation.ranks), default=0.0):.4f}",
         "quantized_bindings": str(sum(facts.quantized for facts in claims.facts)),
+        "dropped_by_the_engine": str(dropped),
         "recorded_bindings": str(sum(facts.recorded for facts in claims.facts)),
     }

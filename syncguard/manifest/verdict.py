@@ -125,7 +125,7 @@ class Coverage:
     Attributes:
         manifest_tensors: Tensors in the manifest.
         proven_tensors: Those covered exactly once per replica, with equal digests.
-        exempt_tensors: Manifest tensors exempt by name.
+        exempt_tensors: Manifest tensors exempt by name: by the manifest, or by a rule since loading drops them.
         resident_tensors: Resident tensors over all ranks, aliases not counted.
         bound_residents: Resident tensors whose every element is bound or checked padding.
         derived_residents: Resident tensors derived and checked.

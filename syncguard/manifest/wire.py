@@ -299,4 +299,5 @@ def layout_to_proto(layout: RankLayout) -> Any:
         exempt=[f"{e.resident}: {e.reason}" for e in layout.exempt],
         unbound=[f"{u.resident}: {u.layer_class}: {u.reason}" for u in layout.unbound],
         uncovered=layout.uncovered,
+        dropped=[f"{d.fqn}: {d.reason}" for d in layout.dropped],
     )

@@ -88,7 +88,7 @@ class Binding(_message.Message):
     def __init__(self, tensor: _Optional[_Union[LogicalTensor, _Mapping]] = ..., box: _Optional[_Union[Box, _Mapping]] = ..., resident: _Optional[str] = ..., ops: _Optional[_Iterable[str]] = ..., form: _Optional[str] = ..., source: _Optional[str] = ..., alias: bool = ...) -> None: ...
 
 class RankLayout(_message.Message):
-    __slots__ = ("rank", "architecture", "fingerprint", "residents", "bindings", "derived", "exempt", "unbound", "uncovered")
+    __slots__ = ("rank", "architecture", "fingerprint", "residents", "bindings", "derived", "exempt", "unbound", "uncovered", "dropped")
     RANK_FIELD_NUMBER: _ClassVar[int]
     ARCHITECTURE_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
@@ -98,6 +98,7 @@ class RankLayout(_message.Message):
     EXEMPT_FIELD_NUMBER: _ClassVar[int]
     UNBOUND_FIELD_NUMBER: _ClassVar[int]
     UNCOVERED_FIELD_NUMBER: _ClassVar[int]
+    DROPPED_FIELD_NUMBER: _ClassVar[int]
     rank: RankIdentity
     architecture: str
     fingerprint: str
@@ -107,4 +108,5 @@ class RankLayout(_message.Message):
     exempt: _containers.RepeatedScalarFieldContainer[str]
     unbound: _containers.RepeatedScalarFieldContainer[str]
     uncovered: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, rank: _Optional[_Union[RankIdentity, _Mapping]] = ..., architecture: _Optional[str] = ..., fingerprint: _Optional[str] = ..., residents: _Optional[_Iterable[_Union[ResidentTensor, _Mapping]]] = ..., bindings: _Optional[_Iterable[_Union[Binding, _Mapping]]] = ..., derived: _Optional[_Iterable[str]] = ..., exempt: _Optional[_Iterable[str]] = ..., unbound: _Optional[_Iterable[str]] = ..., uncovered: _Optional[_Iterable[str]] = ...) -> None: ...
+    dropped: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, rank: _Optional[_Union[RankIdentity, _Mapping]] = ..., architecture: _Optional[str] = ..., fingerprint: _Optional[str] = ..., residents: _Optional[_Iterable[_Union[ResidentTensor, _Mapping]]] = ..., bindings: _Optional[_Iterable[_Union[Binding, _Mapping]]] = ..., derived: _Optional[_Iterable[str]] = ..., exempt: _Optional[_Iterable[str]] = ..., unbound: _Optional[_Iterable[str]] = ..., uncovered: _Optional[_Iterable[str]] = ..., dropped: _Optional[_Iterable[str]] = ...) -> None: ...

@@ -102,27 +102,27 @@ def awq(name: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def gptq(name: str, weight: torch.Tensor, bits: int = 4) -> dict[str, torch.Tensor]:
-    """GPTQ: words of inputs, `qweight` `[K / per, N]`; constant zero points and g_idx are left out, no engine holds them."""
+    """GPTQ: words of inputs, `qweight` `[K / per, N]`; constant zero points and g_idx, which no engine in Marlin tiles holds."""
     module, (outputs, inputs) = name.removesuffix(".weight"), weight.shape
     return {
         f"{module}.qweight": _words(name, inputs * bits // 32, outputs),
         f"{module}.scales": _scales(name, inputs // GROUP, outputs).to(torch.float16),
+        f"{module}.qzeros": torch.full((inputs // GROUP, outputs * bits // 32), 0x77777777, dtype=torch.int32),
+        f"{module}.g_idx": torch.arange(inputs, dtype=torch.int32) // GROUP,
     }
 
 
 def pack_quantized(name: str, weight: torch.Tensor, group: int = GROUP) -> dict[str, torch.Tensor]:
     """compressed-tensors: `weight_packed` `[N, K / 8]` and `weight_scale` `[N, groups]`.
 
-    `weight_shape` only of layers that are not fused with others: of those SGLang keeps the last that it loads.
+    Of layers that are fused with others SGLang keeps the last `weight_shape` that it loads.
     """
     module, (outputs, inputs) = name.removesuffix(".weight"), weight.shape
-    tensors = {
+    return {
         f"{module}.weight_packed": _words(name, outputs, inputs // 8),
         f"{module}.weight_scale": _scales(name, outputs, inputs // group if group else 1),
+        f"{module}.weight_shape": torch.tensor([outputs, inputs]),
     }
-    if module.endswith(("o_proj", "down_proj")) and ".experts." not in module:
-        tensors[f"{module}.weight_shape"] = torch.tensor([outputs, inputs])
-    return tensors
 
 
 def asymmetric(name: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:

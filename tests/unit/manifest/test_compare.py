@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from syncguard.errors import ExitCode
-from syncguard.layout.model import Binding, LogicalTensor, RankIdentity, Shard, Unbound
-from syncguard.manifest.compare import compare, known_version
+from syncguard.layout.model import Binding, Dropped, LogicalTensor, RankIdentity, Shard, Unbound
 from syncguard.manifest.model import Changed, CheckResult, ExemptPolicy
 from syncguard.manifest.verdict import FindingCode, Severity, VerdictStatus
 from syncguard.spec import Box
@@ -395,3 +394,35 @@ def test_any_single_bit_anywhere_is_caught_and_blamed_on_its_rank(make_weights, 
     (finding,) = verdict.findings
     assert finding.resident == name
     assert str(RankIdentity(tp_rank=rank, tp_size=2)) == finding.rank
+
+
+def with_dropped(observation, *names):
+    layouts = [
+        replace(layout, dropped=tuple(Dropped(name, "no kernel reads it") for name in names)).sealed()
+        for layout in observation.layouts
+    ]
+    ranks = tuple(
+        replace(rank, layout_fingerprint=layout.fingerprint)
+        for rank, layout in zip(observation.ranks, layouts, strict=True)
+    )
+    return replace(observation, layouts=tuple(layouts), ranks=ranks)
+
+
+def test_what_loading_drops_by_rule_is_counted_and_missed_by_nobody(make_weights, make_manifest, make_worker):
+    tensors = make_weights(1)
+    observation = make_worker(tensors).observe()
+    manifest = make_manifest({**tensors, "q.g_idx": np.arange(4, dtype=np.float32)}, "run@1")
+    assert codes(compare(manifest, observation)) == {FindingCode.NOT_HELD}
+    verdict = compare(manifest, with_dropped(observation, "q.g_idx"))
+    assert verdict.status is VerdictStatus.MATCH
+    assert (verdict.coverage.exempt_tensors, verdict.evidence["dropped_by_the_engine"]) == (1, "1")
+    assert "1 exempt by name" in verdict.reason
+
+
+def test_a_tensor_that_a_rank_holds_is_judged_although_another_word_calls_it_dropped(
+    make_weights, make_manifest, make_worker
+):
+    observation = make_worker(make_weights(0)).observe()
+    verdict = compare(make_manifest(make_weights(1), "run@1"), with_dropped(observation, "norm.weight"))
+    assert "norm.weight" in {finding.fqn for finding in verdict.findings}
+    assert verdict.coverage.exempt_tensors == 0
