@@ -10,6 +10,7 @@ from msgspec import structs
 
 from syncguard.errors import ExitCode
 from syncguard.layout.model import Binding, Dropped, LogicalTensor, RankIdentity, Shard, Unbound
+from syncguard.manifest.compare import compare, known_version
 from syncguard.manifest.model import Changed, CheckResult, ExemptPolicy
 from syncguard.manifest.verdict import FindingCode, Severity, VerdictStatus
 from syncguard.spec import Box
