@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
@@ -91,6 +92,7 @@ class RankSummary:
         classes: Row of each layer class.
         unbound: What has no rule, with the reason.
         uncovered: What the walk cannot see.
+        dropped: Exported tensors that loading drops, with the reason.
     """
 
     rank: str
@@ -99,6 +101,7 @@ class RankSummary:
     classes: dict[str, ClassRow]
     unbound: tuple[str, ...]
     uncovered: tuple[str, ...]
+    dropped: tuple[str, ...]
 
     def as_dict(self) -> dict[str, Any]:
         """Return the summary for `--json`."""
@@ -112,6 +115,7 @@ class RankSummary:
             },
             "unbound": list(self.unbound),
             "uncovered": list(self.uncovered),
+            "dropped": list(self.dropped),
         }
 
 
@@ -152,6 +156,7 @@ def summary(rank: Any) -> RankSummary:
         dict(sorted(classes.items(), key=lambda item: -item[1].size_bytes)),
         tuple(rank.unbound),
         tuple(rank.uncovered),
+        tuple(rank.dropped),
     )
 
 
@@ -169,6 +174,8 @@ def print_summary(out: Console, found: RankSummary) -> None:
     for title, lines in (("no rule", found.unbound), ("not covered", found.uncovered)):
         for line in lines:
             out.print(Text.assemble((f"{title}: ", "magenta"), line))
+    for reason, count in Counter(line.partition(": ")[2] for line in found.dropped).items():
+        out.print(Text.assemble(("dropped on loading: ", "dim"), f"{count} exported tensors, {reason}"))
 
 
 @dataclass(frozen=True, slots=True)

@@ -60,6 +60,16 @@ def test_the_table_of_a_rank_counts_every_resident_in_one_state():
     assert "QKVParallelLinear" in printed(print_summary, found)
 
 
+def test_what_loading_drops_is_counted_by_its_reason():
+    (rank,) = ranks(1)
+    rank.dropped.extend(["a.qzeros: no kernel reads them", "b.qzeros: no kernel reads them", "a.weight_shape: other"])
+    found = summary(rank)
+    assert found.as_dict()["dropped"][0] == "a.qzeros: no kernel reads them"
+    text = printed(print_summary, found)
+    assert "dropped on loading: 2 exported tensors, no kernel reads them" in text
+    assert "dropped on loading: 1 exported tensors, other" in text
+
+
 def test_what_has_no_rule_is_printed_with_its_reason():
     model = tiny.qwen3()
     model.model.layers[0].extra = torch.nn.Conv1d(1, 1, 1)
