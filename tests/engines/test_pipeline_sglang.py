@@ -8,6 +8,7 @@ from tiny_models import save_tiny_checkpoint
 from syncguard.agent.host import Agent
 from syncguard.agent.verify import VerifyRequest
 from syncguard.digest import DEFAULT_KEY_SEED
+from syncguard.engines.sglang import SglangEngine
 from syncguard.export.checkpoint import export_checkpoint
 from syncguard.manifest.compare import compare
 from syncguard.manifest.model import WorkerObservation
@@ -53,7 +54,7 @@ def test_an_agent_makes_such_a_worker_ready_and_each_stage_counts_the_update(sta
     epochs = [rank.epoch for rank in staged.engine.status().ranks]
     staged.load(staged.checkpoint, "run@2")
     assert [rank.epoch for rank in staged.engine.status().ranks] == [epoch + 1 for epoch in epochs]
-    agent = Agent(staged.engine, worker="w0")
+    agent = Agent(SglangEngine(staged.server.base_url), worker="w0")
     manifest = export_checkpoint(staged.checkpoint, version=WeightVersion("run", 2))
     outcome = agent.verify(VerifyRequest(manifest, replay_waived_because="digests are what is tested here"))
     assert outcome.readiness.state is ReadinessState.READY, outcome.verification.verdict.reason
