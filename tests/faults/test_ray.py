@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import os
+import time
+from pathlib import Path
 
 import pytest
 import ray
@@ -135,12 +137,28 @@ def test_one_stale_worker_is_refused_with_the_finding_that_names_it(gate, actors
     assert FindingCode.STALE in {finding.code for finding in stale.verdict.findings}
 
 
+def wait_until_gone(pid: int, timeout_s: float = 60.0) -> None:
+    deadline_s = time.monotonic() + timeout_s
+    stat = Path(f"/proc/{pid}/stat")
+    while True:
+        try:
+            state = stat.read_text().rpartition(")")[2].split()[0]
+        except OSError:
+            return
+        if state in "ZX":
+            return
+        assert time.monotonic() < deadline_s, f"process {pid} lives on"
+        time.sleep(0.01)
+
+
 def test_a_worker_whose_actor_died_is_not_ready(actors, checkpoints):
     mortal = start_agents([RayWorker("mortal", embedded(checkpoints[0]))], actor=worker_class())
     fleet = {"rollout-0": actors["rollout-0"], **mortal}
     with gate_of_actors(fleet.values(), start_timeout_s=START_S, timeout_s=60.0) as gate:
         assert push(gate, fleet, checkpoints[1]).action is Action.PROCEED
-        ray.kill(mortal["mortal"])
+        pid, _ = ray.get(mortal["mortal"].process.remote())
+        ray.kill(mortal["mortal"])  # returns before the process is gone
+        wait_until_gone(pid)
         decision = gate.decision(refresh=True)
         assert decision.action is not Action.PROCEED
         assert states(decision) == {"rollout-0": ReadinessState.READY, "mortal": ReadinessState.PENDING}
