@@ -13,8 +13,9 @@ from rich.table import Table
 from syncguard.cli.engines import ADDRESS_HELP, open_engine
 from syncguard.cli.output import console, print_json, progress_bar
 from syncguard.engines.base import EngineAdapter
-from syncguard.errors import EngineError, ExitCode, UsageError
+from syncguard.errors import ExitCode, UsageError
 from syncguard.replay import ReplayRecord, RunStudy, load_many, study_run
+from syncguard.replay.capture import require_flush
 from syncguard.replay.packing import unpacked
 from syncguard.replay.scores import FloatArray, check_returned_ids, checked_scores
 
@@ -105,7 +106,7 @@ def _passes(
     found = []
     for _ in range(count):
         for address, worker in flushed.items():
-            _flush(address, worker)
+            require_flush(worker, address)
         scored = engine.score(ids, prompt_length=sample.prompt_length)
         check_returned_ids(sample.response_ids, scored.response_ids, int(sample.input_ids.max()) + 1)
         found.append(checked_scores(scored.logprobs_nats, label="B", count=sample.response_length))
@@ -113,18 +114,6 @@ def _passes(
             reached[_served_by(flushed, ids, sample.prompt_length)] += 1
         advance()
     return found
-
-
-def _flush(address: str, worker: EngineAdapter) -> None:
-    said = worker.flush()
-    if not said.confirmed:
-        raise EngineError(
-            "the prefix cache was not flushed before a pass",
-            expected="a confirmed flush",
-            found=said.detail,
-            where=address,
-            todo="drain the worker's requests, then run the study",
-        )
 
 
 def _served_by(workers: Mapping[str, EngineAdapter], ids: list[int], prompt_length: int) -> str:

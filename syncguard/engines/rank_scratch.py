@@ -14,6 +14,7 @@ from syncguard.digest import DigestJob, PartialDigest, engine_for
 from syncguard.errors import UnsupportedError
 from syncguard.layout.ops import Narrow, Select, apply_ops, shape_after
 from syncguard.layout.padding import wrong_padding
+from syncguard.layout.regions import Spans, box_of
 from syncguard.layout.repack import Rearrange, split_chain
 from syncguard.manifest.model import CheckResult
 from syncguard.spec import Box, dtype_named
@@ -29,8 +30,6 @@ PIECE_BYTES: Final = 8 << 20
 
 MAX_UNCUT_BYTES: Final = 24 << 20
 """Largest part that may be put back at once where an arrangement cannot be cut: with copies less than 256 MB."""
-
-Spans = tuple[tuple[int, int], ...]
 
 
 @dataclass(slots=True)
@@ -89,18 +88,10 @@ class ScratchReader:
     def _add(self, resident: str, ops: tuple[ViewOp, ...], binding: Binding | None, padding: Padding | None) -> _Claim:
         front, rest = split_chain(ops)
         shape = shape_after(tuple(int(n) for n in self._tensors[resident].shape), front)
-        held = [(0, size) for size in shape]
-        kept = list(range(len(shape)))
         for op in rest:
-            if isinstance(op, Narrow):
-                low = held[kept[op.dim]][0] + op.start
-                held[kept[op.dim]] = (low, low + op.length)
-            elif isinstance(op, Select):
-                dim = kept.pop(op.dim)
-                held[dim] = (held[dim][0] + op.index, held[dim][0] + op.index + 1)
-            else:
+            if not isinstance(op, (Narrow, Select)):
                 raise UnsupportedError("views after bytes were moved", found=op, where=resident)
-        claim = _Claim(tuple(held), tuple(kept), binding, padding)
+        claim = _Claim(*box_of(shape, rest), binding, padding)
         self._groups.setdefault((resident, front), _Group(resident, front)).claims.append(claim)
         return claim
 

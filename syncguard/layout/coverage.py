@@ -12,7 +12,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from syncguard.layout.ops import shape_after
-from syncguard.layout.regions import UnprovableRegionError, regions_of
+from syncguard.layout.regions import Spans, UnprovableRegionError, regions_of
 from syncguard.spec import Box
 
 if TYPE_CHECKING:
@@ -200,8 +200,6 @@ def _view_problem(shape: tuple[int, ...], ops: tuple[ViewOp, ...], sizes: tuple[
     return ""
 
 
-Spans = tuple[tuple[int, int], ...]
-"""A box as `(first, past the last)` in each dimension: cheaper than `Box` where there are a hundred thousand."""
 _Named = tuple[Spans, "_Claim | Box"]
 
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from syncguard.layout.ops import ViewOp
 
 Spans = tuple[tuple[int, int], ...]
-"""A box of the grid: `(first, past the last)` in each dimension."""
+"""A box as `(first, past the last)` in each dimension: cheaper than `Box` where there are a hundred thousand."""
 
 
 class UnprovableRegionError(ValueError):
@@ -80,15 +80,19 @@ def regions_of(
             raise UnprovableRegionError(msg)
         shape, chains = shape_after(shape, front), [chain[len(front) :] for chain in chains]
     if not any(isinstance(op, Unflatten) for chain in chains for op in chain):
-        return shape, [[_box_of(shape, chain)] for chain in chains]
+        return shape, [[box_of(shape, chain)[0]] for chain in chains]
     kept = [_lattices(shape, chain) for chain in chains]
     radices = [_radices(size, [lattices[dim] for lattices in kept]) for dim, size in enumerate(shape)]
     grid = tuple(radix for digits in radices for radix in digits)
     return grid, [_boxes(lattices, radices) for lattices in kept]
 
 
-def _box_of(shape: tuple[int, ...], chain: tuple[ViewOp, ...]) -> Spans:
-    """Return what a chain without Unflatten keeps: always one box."""
+def box_of(shape: tuple[int, ...], chain: tuple[ViewOp, ...]) -> tuple[Spans, tuple[int, ...]]:
+    """Return what a chain without Unflatten keeps, always one box, and which dimension each of its view's is.
+
+    Raises:
+        UnprovableRegionError: The chain has another operation than Narrow, Select and Transpose.
+    """
     spans = [(0, size) for size in shape]
     dims = list(range(len(shape)))
     for op in chain:
@@ -104,7 +108,7 @@ def _box_of(shape: tuple[int, ...], chain: tuple[ViewOp, ...]) -> Spans:
         else:
             msg = f"{type(op).__name__} is not a view of boxes"
             raise UnprovableRegionError(msg)
-    return tuple(spans)
+    return tuple(spans), tuple(dims)
 
 
 def _lattices(shape: tuple[int, ...], chain: tuple[ViewOp, ...]) -> list[_Lattice]:

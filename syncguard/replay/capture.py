@@ -125,7 +125,7 @@ def replay_batch(
     if as_found:
         take(b_key(0, state, "warm"))
     for index in range(cold):
-        _flush(engine)
+        require_flush(engine)
         take(b_key(index, state, "cold"))
     for index in range(as_found, warm):
         take(b_key(index, state, "warm"))
@@ -161,7 +161,7 @@ def decode_on_worker(
     cached: dict[str, int] = dict(record.meta.get("cached_tokens", {}))
     said: dict[str, str] = {}
     for index in range(passes):
-        _flush(engine)
+        require_flush(engine)
         found = engine.score_by_decode(ids, prompt_length=record.prompt_length)
         if found.scoring is None:
             said = {"cannot": found.cannot}
@@ -176,14 +176,24 @@ def decode_on_worker(
     return record.with_scores(taken, meta={**record.meta, "cached_tokens": cached, "decode": said})
 
 
-def _flush(engine: RolloutWorker | _OneByOne) -> None:
+def require_flush(engine: RolloutWorker | _OneByOne, where: str = "") -> None:
+    """Empty the prefix cache before a cold pass.
+
+    Args:
+        engine: The rollout worker.
+        where: Its address, for the message.
+
+    Raises:
+        EngineError: The engine did not confirm it.
+    """
     flushed = engine.flush()
     if not flushed.confirmed:
         raise EngineError(
             "the prefix cache was not flushed before a cold pass",
             expected="a confirmed flush",
             found=flushed.detail,
-            todo="drain the worker's requests, then replay",
+            where=where,
+            todo="drain the worker's requests, then try again",
         )
 
 
